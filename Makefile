@@ -1,0 +1,36 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both build .venv from constraints.txt first.
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test lint format clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY) lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch goes in first and alone: asked for by exact version it is the small CPU build, and everything
+# after it finds the requirement already met. hatchling is in the constraints too, so the package is
+# built without a second, isolated environment.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(BIN)/python -m pip install --quiet hatchling editables -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[dev]" -c constraints.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

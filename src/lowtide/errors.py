@@ -1,0 +1,87 @@
+"""Every error lowtide raises on purpose.
+
+    LowtideError
+    ├── BadRequest            what was asked makes no sense; says why and what to do instead
+    │   ├── UnknownModel      no model of that name; carries the nearest names
+    │   └── DeviceMissing     measuring or profiling was asked for on a device that is not there
+    ├── MalformedGraph        a graph breaks its own rules; names the op
+    ├── IllegalSchedule       a schedule the referee refuses; names the step and the op
+    ├── BadFile               a file is damaged, cut off, foreign or of another schema
+    ├── CannotCapture         the model cannot be captured; names the user's line
+    ├── CannotTrace           the dry run cannot follow the step; names the user's line
+    └── MissingExtra          an optional dependency is needed; says what to install
+
+The command line turns each of these into one message and exit code 2. Anything else is a bug and
+shows its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LowtideError(Exception):
+    """Base of all errors that lowtide raises on purpose."""
+
+
+class BadRequest(LowtideError):
+    """What was asked cannot be done as asked."""
+
+
+class UnknownModel(BadRequest):
+    """No model goes by this name."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.nearest = tuple(difflib.get_close_matches(name, list(known), n=3, cutoff=0.5))
+        hint = f" Did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
+        super().__init__(
+            f"there is no model called '{name}'.{hint}\n"
+            "Give a zoo name (see `lowtide zoo`), hf:TYPE, torchvision:NAME, timm:NAME "
+            "or path/to/file.py:function."
+        )
+
+
+class DeviceMissing(BadRequest):
+    """The device is not on this machine."""
+
+    def __init__(self, device: str, doing: str) -> None:
+        self.device = device
+        super().__init__(
+            f"cannot {doing} on '{device}': this machine has no such device. "
+            "Do it on a machine that has one; predicting for it needs none (`lowtide fit --device cuda`)."
+        )
+
+
+class MalformedGraph(LowtideError):
+    """A graph breaks one of its own rules."""
+
+
+class IllegalSchedule(LowtideError):
+    """A schedule cannot be executed as written."""
+
+
+class BadFile(LowtideError):
+    """A file cannot be read as what it should be."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        self.path = str(path)
+        self.reason = reason
+        super().__init__(f"cannot read '{path}': {reason}")
+
+
+class CannotCapture(LowtideError):
+    """The model's forward and backward cannot be captured as graphs."""
+
+
+class CannotTrace(LowtideError):
+    """The dry run cannot follow the step."""
+
+
+class MissingExtra(LowtideError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        self.package = package
+        super().__init__(f"{purpose} needs {package}: pip install 'lowtide[{extra}]'")

@@ -1,0 +1,186 @@
+"""The one intermediate representation: a training step as ops over values.
+
+Grammar:
+
+    Graph  = ops, values, tensors, outputs          (ids are positions)
+    Value  = a storage: bytes, device, role          views are folded into the value they look at
+    Tensor = shape, stride, offset, dtype of a Value how an op looks at a storage
+    Op     = target(args) -> tensors                 reads, creates and mutates values
+
+A value that no op creates is *resident*: it is there before the step begins. Everything here is
+immutable; passes return new graphs (`dataclasses.replace`). Nothing here imports torch: dtypes,
+devices and targets are the strings torch prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import TypeAlias
+
+
+class Origin(StrEnum):
+    """How a graph came to be. Ops of different origins are never mixed."""
+
+    EAGER = "eager"  # what the user's step does as it is written, seen by a dry run
+    JOINT = "joint"  # forward and backward as AOTAutograd captured them: may be rearranged
+
+
+class Phase(StrEnum):
+    """Which part of the step an op belongs to."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"  # forward work done again during the backward, by checkpointing
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Role(StrEnum):
+    """What a value is to the user."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    BATCH = "batch"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer state"
+    LIBRARY = "library"  # scratch memory that cuBLAS and the like take once and keep
+    INTERMEDIATE = "intermediate"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is a tensor, by id."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """An argument that torch has a type for and JSON has not: Symbol('dtype', 'float32')."""
+
+    kind: str
+    text: str
+
+
+Scalar: TypeAlias = bool | int | float | str | None
+Arg: TypeAlias = Scalar | Ref | Symbol | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A storage. `name` and `module` are the ones a user would recognise."""
+
+    id: int
+    bytes: int
+    role: Role
+    name: str
+    module: str = ""
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A way to look at a value. Strides and offset count elements."""
+
+    id: int
+    value: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One kernel call.
+
+    `reads`, `creates` and `mutates` name values. An op may look at a value in `args` without reading
+    it (a kernel that ignores an argument); it never reads one that is not in `args`.
+    `workspace_bytes` is what the kernel takes beyond its outputs and gives back before it returns;
+    it and `seconds` are zero until the graph is profiled.
+    """
+
+    id: int
+    target: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[int | None, ...]
+    reads: tuple[int, ...]
+    creates: tuple[int, ...]
+    mutates: tuple[int, ...] = ()
+    phase: Phase = Phase.FORWARD
+    module: str = ""
+    call: int = 0  # the how-maniest call of that module in the step
+    section: int = 0  # which captured graph, where graph breaks make several
+    random: bool = False
+    workspace_bytes: int = 0
+    seconds: float = 0.0
+    extrapolated: bool = False  # costs come from a smaller batch
+
+    @property
+    def label(self) -> str:
+        """The op as a user would name it: 'features.0: aten.convolution'."""
+        short = self.target.rsplit(".", 1)[0]
+        return f"{self.module}: {short}" if self.module else short
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A training step on one device: ops in the order in which they first ran.
+
+    `device` is where memory is counted; values elsewhere are listed but weigh nothing.
+    `outputs` are the values that outlive the step (the loss, new gradients, …).
+    `notes` say in words what the graph does not know, such as a tensor's value that had to be guessed.
+    """
+
+    name: str
+    origin: Origin
+    device: str
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    tensors: tuple[Tensor, ...]
+    outputs: frozenset[int] = frozenset()
+    profiled_on: str | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def creator(self) -> Mapping[int, int]:
+        """The op that creates each value; resident values are absent."""
+        return {value: op.id for op in self.ops for value in op.creates}
+
+    @cached_property
+    def readers(self) -> Mapping[int, tuple[int, ...]]:
+        """The ops that read or mutate each value, in order; a value nobody touches is absent."""
+        touching: dict[int, list[int]] = {}
+        for op in self.ops:
+            for value in dict.fromkeys((*op.reads, *op.mutates)):
+                touching.setdefault(value, []).append(op.id)
+        return {value: tuple(ops) for value, ops in touching.items()}
+
+    @cached_property
+    def resident(self) -> tuple[int, ...]:
+        """Values that are there before the step begins."""
+        return tuple(value.id for value in self.values if value.id not in self.creator)
+
+    def counted_bytes(self, value: int) -> int:
+        """Bytes of `value` on the graph's own device."""
+        found = self.values[value]
+        return found.bytes if found.device == self.device else 0
+
+
+def refs(arg: Arg) -> Iterator[int]:
+    """The tensors an argument names, in order."""
+    if isinstance(arg, Ref):
+        yield arg.tensor
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from refs(item)
+
+
+def argument_tensors(op: Op) -> Iterator[int]:
+    """The tensors in an op's arguments, in order, with repetitions."""
+    yield from refs(op.args)
+    for _, arg in op.kwargs:
+        yield from refs(arg)

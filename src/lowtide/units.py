@@ -1,0 +1,51 @@
+"""Bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from lowtide.errors import BadRequest
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+}
+_QUANTITY = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_HOW = "Write a size such as 24GiB, 8GB, 512MiB or 8589934592"
+
+
+def parse_bytes(text: str | int) -> int:
+    """The number of bytes that `text` means: '24GiB', '8 GB', '1.5MiB', 8_589_934_592.
+
+    GiB is 1024³, GB is 1000³. Fractions of a byte are rounded down.
+
+    Raises:
+        BadRequest: `text` is not a size, or the size is not positive.
+    """
+    match = _QUANTITY.fullmatch(str(text))
+    if match is None or match[2].lower() not in _FACTORS:
+        raise BadRequest(f"cannot read '{text}' as a size. {_HOW}.")
+    whole, _, fraction = match[1].replace("_", "").replace(",", "").partition(".")
+    factor = _FACTORS[match[2].lower()]
+    count = int(whole or 0) * factor + int(fraction or 0) * factor // int(10 ** len(fraction))
+    if count <= 0:
+        raise BadRequest(f"a size of '{text}' leaves room for nothing. {_HOW}.")
+    return count
+
+
+def format_bytes(count: int) -> str:
+    """`count` in binary units with three significant figures or more: '687.0 MiB', '1.50 GiB', '17 B'."""
+    if abs(count) < 1024:
+        return f"{count} B"
+    power = min((abs(count).bit_length() - 1) // 10, 4)
+    size = count / 1024**power
+    return f"{size:,.1f} {'KM'[power - 1]}iB" if power < 3 else f"{size:,.2f} {'GT'[power - 3]}iB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` in the unit that suits it: '1.31 s', '12.4 ms', '830 µs'."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

@@ -63,12 +63,12 @@ class IllegalSchedule(LowtideError):
 
 
 class BadFile(LowtideError):
-    """A file cannot be read as what it should be."""
+    """A file cannot be read as what it should be, or not be written."""
 
-    def __init__(self, path: object, reason: str) -> None:
+    def __init__(self, path: object, reason: str, doing: str = "read") -> None:
         self.path = str(path)
         self.reason = reason
-        super().__init__(f"cannot read '{path}': {reason}")
+        super().__init__(f"cannot {doing} '{path}': {reason}")
 
 
 class CannotCapture(LowtideError):

@@ -21,6 +21,7 @@ from lowtide.schedule import Compute, Free, Schedule, Step
 from lowtide.validation import validate
 
 SCHEMA = 1
+_TOO_DEEP = "it is nested too deeply to be lowtide's"
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
@@ -52,6 +53,8 @@ def load_graph(path: str | os.PathLike[str]) -> tuple[Graph, Schedule | None]:
     except (_Unexpected, MalformedGraph, KeyError) as error:
         reason = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
         raise BadFile(path, reason) from None
+    except RecursionError:
+        raise BadFile(path, _TOO_DEEP) from None
     return graph, schedule
 
 
@@ -69,33 +72,38 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
             os.unlink(scratch)
             raise
     except OSError as error:
-        raise BadFile(path, f"it cannot be written ({error.strerror})") from None
+        raise BadFile(path, f"{error.strerror}", doing="write") from None
 
 
 def _read_document(path: str | os.PathLike[str]) -> dict[str, Json]:
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
         raise BadFile(path, f"{error.strerror}") from None
     except UnicodeDecodeError:
         raise BadFile(path, "it is not text") from None
     except RecursionError:
-        raise BadFile(path, "it is nested too deeply to be lowtide's") from None
+        raise BadFile(path, _TOO_DEEP) from None
     except json.JSONDecodeError as error:
         raise BadFile(
             path, f"it is not JSON from line {error.lineno}, column {error.colno}: damaged or cut off?"
         ) from None
-    except ValueError as error:  # a number of more digits than Python will read
+    except ValueError as error:  # NaN, or a number of more digits than Python will read
         raise BadFile(path, f"it holds an impossible number ({error})") from None
     if not isinstance(document, dict) or document.get("lowtide") != "graph":
         raise BadFile(path, "it is not a lowtide graph file")
-    if document.get("schema") != SCHEMA:
+    schema = document.get("schema")
+    if type(schema) is not int or schema != SCHEMA:  # True equals 1
         raise BadFile(
             path,
-            f"it has schema {document.get('schema')!r}; this lowtide reads schema {SCHEMA}. "
+            f"it has schema {schema!r:.40}; this lowtide reads schema {SCHEMA}. "
             "Write it again with this version",
         )
     return document
+
+
+def _refuse_constant(literal: str) -> float:
+    raise ValueError(f"{literal} is not JSON")
 
 
 # Writing --------------------------------------------------------------------------------------------
@@ -184,6 +192,8 @@ class _Reader:
         # bool is an int to Python but not to us
         if not isinstance(self.json_value, kind) or (kind is int and isinstance(self.json_value, bool)):
             raise _Unexpected(f"{self.where} should be {kind.__name__}, found {self.json_value!r:.40}")
+        if isinstance(self.json_value, int) and self.json_value.bit_length() > 63:
+            raise _Unexpected(f"{self.where} does not fit in 64 bits: {self.json_value!r:.40}")
         return self.json_value
 
     def number(self) -> float:

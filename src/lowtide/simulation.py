@@ -89,7 +89,7 @@ class Timeline:
     stack: Bytes
     steps: tuple[Compute | Free, ...]
     phases: tuple[Phase | None, ...]  # of the op computed; None for a free
-    peak_step: int
+    peak_step: int | None  # None: before the first step, with everything resident still there
     peak_op: Op | None
     holdings: tuple[Holding, ...]
     resident_bytes: int
@@ -101,8 +101,8 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes held at once. With an empty schedule: what is resident."""
-        return int(self.live_bytes[self.peak_step]) if len(self.steps) else self.resident_bytes
+        """The most bytes held at once; never less than what is resident before the first step."""
+        return self.resident_bytes if self.peak_step is None else int(self.live_bytes[self.peak_step])
 
     @property
     def growth_bytes(self) -> int:
@@ -112,7 +112,7 @@ class Timeline:
     @cached_property
     def categories(self) -> Mapping[Category, int]:
         """Bytes at the peak by category. They sum to `peak_bytes` exactly."""
-        if not len(self.steps):
+        if self.peak_step is None:
             return {category: self._held_as(category) for category in CATEGORIES}
         row = self.stack[self.peak_step]
         return {category: int(row[column]) for column, category in enumerate(CATEGORIES)}
@@ -154,7 +154,8 @@ def simulate(graph: Graph, schedule: Schedule, allocator: Allocator | None = Non
     resident_bytes = int(now.sum())
 
     stack = np.empty((len(schedule), len(CATEGORIES)), dtype=np.int64)
-    peak_bytes, peak_step = -1, 0
+    peak_bytes = -1
+    peak_step: int | None = None
     for position, step in enumerate(schedule):
         if isinstance(step, Free):
             replay.free(position, step.value)
@@ -169,7 +170,9 @@ def simulate(graph: Graph, schedule: Schedule, allocator: Allocator | None = Non
         if (live := int(stack[position].sum())) > peak_bytes:
             peak_bytes, peak_step = live, position
     replay.finish()
-    peak = schedule.steps[peak_step] if len(schedule) else None
+    if peak_bytes < resident_bytes:  # resident values were freed before the first op ran
+        peak_step = None
+    peak = None if peak_step is None else schedule.steps[peak_step]
     return Timeline(
         stack=stack,
         steps=schedule.steps,
@@ -196,7 +199,7 @@ class _Replay:
         self.alive: set[int] = set(graph.resident)
         self.version = dict.fromkeys(graph.resident, 0)
         self.done: set[int] = set()
-        self.expected = _versions_seen(graph)
+        self.expected, self.final = _versions_seen(graph)
 
     def compute(self, position: int, op_id: int) -> Op:
         if not 0 <= op_id < len(self.graph.ops):
@@ -238,13 +241,20 @@ class _Replay:
                 raise IllegalSchedule(f"op {op.id} ({op.label}) is never computed")
         for value in sorted(self.graph.outputs - self.alive):
             raise IllegalSchedule(f"value {value} ({self._name(value)}) must outlive the step but is freed")
+        for value in sorted(self.graph.outputs):
+            found, meant = self.version[value], self.final.get(value, 0)
+            if found != meant:
+                raise IllegalSchedule(
+                    f"value {value} ({self._name(value)}) must outlive the step but ends it changed "
+                    f"{found} times; in graph order it is changed {meant} times"
+                )
 
     def _name(self, value: int) -> str:
         return repr(self.graph.values[value].name)
 
 
-def _versions_seen(graph: Graph) -> list[dict[int, int]]:
-    """For each op the version of every value it reads or mutates, in graph order."""
+def _versions_seen(graph: Graph) -> tuple[list[dict[int, int]], dict[int, int]]:
+    """In graph order: for each op the version of every value it reads or mutates; and those at the end."""
     version: dict[int, int] = {}
     seen: list[dict[int, int]] = []
     for op in graph.ops:
@@ -253,7 +263,7 @@ def _versions_seen(graph: Graph) -> list[dict[int, int]]:
         )
         for value in op.mutates:
             version[value] = version.get(value, 0) + 1
-    return seen
+    return seen, version
 
 
 def _categorise(graph: Graph, schedule: Schedule) -> list[tuple[int, ...]]:
@@ -296,11 +306,12 @@ def _column(graph: Graph, value: int, *, spans_backward: bool) -> int:
 
 
 def _holdings(
-    graph: Graph, schedule: Schedule, columns: list[tuple[int, ...]], held: list[int], peak_step: int
+    graph: Graph, schedule: Schedule, columns: list[tuple[int, ...]], held: list[int], peak_step: int | None
 ) -> tuple[Holding, ...]:
     """What is alive at the peak, largest first. The schedule is known to be legal here."""
     alive = {value: _column(graph, value, spans_backward=False) for value in graph.resident}
-    for position, step in enumerate(schedule.steps[: peak_step + 1]):
+    until_peak = () if peak_step is None else schedule.steps[: peak_step + 1]
+    for position, step in enumerate(until_peak):
         if isinstance(step, Compute):
             alive.update(zip(graph.ops[step.op].creates, columns[position], strict=True))
         else:

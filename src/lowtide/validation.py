@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lowtide.errors import MalformedGraph
 from lowtide.graph import Graph, Op, Tensor, Value, argument_tensors
 
-_ITEM_BITS = re.compile(r"(\d+)")
+_ITEM_BITS = re.compile(r"(?<!\d)(\d{1,3})(?!\d)")
 _ITEM_BYTES = {"bool": 1, "complex64": 8, "complex128": 16, "complex32": 4}
 
 
@@ -70,7 +70,10 @@ def _validate_tables(graph: Graph) -> None:
             raise MalformedGraph(
                 f"tensor {tensor.id} looks at value {tensor.value}, which is not in the graph"
             )
-        if len(tensor.shape) != len(tensor.stride) or min(tensor.shape, default=0) < 0 or tensor.offset < 0:
+        if (
+            len(tensor.shape) != len(tensor.stride)
+            or min(*tensor.shape, *tensor.stride, tensor.offset, 0) < 0
+        ):
             raise MalformedGraph(f"tensor {tensor.id} has an impossible shape, stride or offset")
         value = graph.values[tensor.value]
         if extent_bytes(tensor) > value.bytes:

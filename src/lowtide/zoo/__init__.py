@@ -97,7 +97,7 @@ def workload(name: str, sizes: Sizes) -> Workload:
 def _entry(name: str) -> Entry:
     if name in REGISTRY:
         return REGISTRY[name]
-    match = re.fullmatch(r"preresnet([0-9]{1,6})", name)
+    match = re.fullmatch(r"preresnet([1-9][0-9]{0,4})", name)
     if match is None:
         raise UnknownModel(name)
     depth = int(match[1])
@@ -125,7 +125,9 @@ def _dims(name: str, entry: Entry, sizes: Sizes) -> Dims:
 
 
 def _check_image(name: str, entry: Entry, dims: Dims) -> None:
-    image = dims.get("image", entry.min_image)
+    if "image" not in dims:
+        return
+    image = dims["image"]
     if image < entry.min_image:
         raise BadSize(
             f"{name}: image must be at least {entry.min_image}, not {image}: pooling would reach zero"

@@ -34,15 +34,15 @@ class DenseLayer(nn.Module):
         self.conv2 = nn.Conv2d(BOTTLENECK * growth, growth, 3, padding=1, bias=False)
 
     def forward(self, features: list[Tensor]) -> Tensor:
-        x = self._squeeze(features)
-        x = self.conv2(self.relu2(self.norm2(x)))
-        return x
+        squeezed = self._squeeze(features)
+        new: Tensor = self.conv2(self.relu2(self.norm2(squeezed)))
+        return new
 
     def _squeeze(self, features: list[Tensor]) -> Tensor:
         # A method of its own, so that without gradients the concatenation dies before conv2 runs.
-        x = torch.cat(features, 1)
-        x = self.conv1(self.relu1(self.norm1(x)))
-        return x
+        joined = torch.cat(features, 1)
+        squeezed: Tensor = self.conv1(self.relu1(self.norm1(joined)))
+        return squeezed
 
 
 class DenseBlock(nn.Module):
@@ -78,7 +78,7 @@ class DenseNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.features(x)
-        out = F.relu(features, inplace=True)
+        out: Tensor = F.relu(features, inplace=True)
         out = F.adaptive_avg_pool2d(out, (1, 1))
         out = torch.flatten(out, 1)
         out = self.classifier(out)

@@ -36,7 +36,7 @@ class BasicBlock(nn.Module):
         self.shortcut = _projection(channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(x))
+        out: Tensor = self.relu(self.bn1(x))
         identity = x if self.shortcut is None else self.shortcut(out)
         out = self.conv1(out)
         out = self.conv2(self.relu(self.bn2(out)))
@@ -62,7 +62,7 @@ class Bottleneck(nn.Module):
         self.shortcut = _projection(channels, out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(x))
+        out: Tensor = self.relu(self.bn1(x))
         identity = x if self.shortcut is None else self.shortcut(out)
         out = self.conv1(out)
         out = self.conv2(self.relu(self.bn2(out)))

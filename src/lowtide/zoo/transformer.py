@@ -28,7 +28,8 @@ class Attention(nn.Module):
 
     def _split(self, x: Tensor) -> Tensor:
         """(batch, tokens, width) to (batch, heads, tokens, width / heads), without a copy."""
-        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        batch, tokens, width = x.shape
+        return x.view(batch, tokens, self.heads, width // self.heads).transpose(1, 2)
 
 
 class Block(nn.Module):

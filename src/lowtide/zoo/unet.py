@@ -4,6 +4,7 @@ Ronneberger, Fischer and Brox, "U-Net: Convolutional Networks for Biomedical Ima
 arXiv:1505.04597 (2015).
 """
 
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -32,7 +33,7 @@ class UNet(nn.Module):
     def __init__(self, classes: int = 2, width: int = 64, channels: int = 3) -> None:
         super().__init__()
         widths = [width << level for level in range(LEVELS + 1)]
-        pairs = list(zip(widths[:-1], widths[1:], strict=True))
+        pairs = list(pairwise(widths))
         self.enter = DoubleConv(channels, width)
         self.pool = nn.MaxPool2d(2)
         self.down = nn.ModuleList(DoubleConv(high, low) for high, low in pairs)

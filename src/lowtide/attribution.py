@@ -1,0 +1,92 @@
+"""Which module of the user's model an op belongs to, and which part of the step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lowtide.graph import Phase
+
+Place = tuple[str, int]  # module path, how-maniest call of it
+_NOWHERE: Place = ("", 0)
+
+
+class Attribution:
+    """Follows module calls, autograd nodes and optimizer steps.
+
+    In the forward an op belongs to the module whose call is innermost. In the backward it belongs to
+    the module whose forward made the running autograd node: both carry the same sequence number.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._paths = {id(module): path for model in models for path, module in model.named_modules()}
+        self._owner: dict[int, str] = {}
+        self._stack: list[Place] = []
+        self._calls: Counter[str] = Counter()
+        self._place_of_node: dict[int, Place] = {}
+        self._optimizing = 0
+
+    def own(self, owners: Mapping[int, str]) -> None:
+        """Tell which module owns each parameter, by the id of the tensor."""
+        self._owner.update(owners)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Listen while the block runs, through PyTorch's global hooks: the model's own are not touched."""
+        handles = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(self._enter_optimizer),
+            register_optimizer_step_post_hook(self._leave_optimizer),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def phase(self) -> Phase:
+        """The part of the step that is running now."""
+        if self._optimizing:
+            return Phase.OPTIMIZER
+        if torch._C._current_graph_task_id() == -1:
+            return Phase.FORWARD
+        # Backward formulas run without gradients; checkpointing turns them on to run the forward again.
+        return Phase.RECOMPUTE if torch.is_grad_enabled() else Phase.BACKWARD
+
+    def place(self, phase: Phase) -> Place:
+        """The module that the op now being dispatched belongs to."""
+        if phase is Phase.BACKWARD:
+            node = torch._C._current_autograd_node()
+            return _NOWHERE if node is None else self._place_of(node)
+        place = self._stack[-1] if self._stack else _NOWHERE
+        # The node of this op was numbered just before the op reached us.
+        self._place_of_node[torch.autograd._get_sequence_nr() - 1] = place  # type: ignore[attr-defined]
+        return place
+
+    def _place_of(self, node: Any) -> Place:
+        variable = getattr(node, "variable", None)  # only the nodes that accumulate into a leaf have one
+        if variable is not None:
+            return (self._owner.get(id(variable), ""), 0)
+        return self._place_of_node.get(node._sequence_nr(), _NOWHERE)
+
+    def _enter_module(self, module: nn.Module, args: object) -> None:
+        path = self._paths.get(id(module), type(module).__name__)
+        self._stack.append((path, self._calls[path]))
+        self._calls[path] += 1
+
+    def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
+        self._stack.pop()
+
+    def _enter_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:
+        self._optimizing += 1
+
+    def _leave_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:
+        self._optimizing -= 1

@@ -1,0 +1,186 @@
+"""A model and its optimizer, made of fake tensors for as long as a `with` block lasts.
+
+Every module's parameters and buffers, and the optimizer's parameter groups and state, are swapped for
+fake twins of the same shapes, strides and sharing. The real tensors are not touched, and everything
+that was swapped or that the step may have changed on the Python side (attributes, modes, hooks, random
+streams) is put back at the end, also after an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lowtide.graph import Role
+
+_CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A fake tensor that stands for one that exists before the step."""
+
+    fake: torch.Tensor
+    role: Role
+    name: str
+    module: str
+
+
+@dataclass
+class Twins:
+    """Fake twins of real tensors: one per tensor, with storages shared as the real ones share theirs."""
+
+    mode: FakeTensorMode
+    device: Callable[[torch.device], torch.device]  # where the twin of a tensor on a device lives
+    residents: list[Resident] = field(default_factory=list)
+    _by_tensor: dict[int, torch.Tensor] = field(default_factory=dict)
+    _by_storage: dict[int, torch.Tensor] = field(default_factory=dict)
+    _real: list[torch.Tensor] = field(default_factory=list)  # keeps ids and storage addresses from reuse
+
+    def known(self, real: torch.Tensor) -> torch.Tensor | None:
+        """The twin of `real`, if it has one."""
+        return self._by_tensor.get(id(real))
+
+    def of(self, real: torch.Tensor, role: Role, name: str, module: str = "") -> torch.Tensor:
+        """The twin of `real`, made if there is none yet."""
+        twin = self.known(real)
+        if twin is None:
+            with torch.no_grad(), self.mode:
+                twin = self._view_of_storage(real)
+            if isinstance(real, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=real.requires_grad)
+            self._by_tensor[id(real)] = twin
+            self._real.append(real)
+            self.residents.append(Resident(twin, role, name, module))
+            if real.grad is not None:
+                twin.grad = self.of(real.grad, Role.GRADIENT, f"{name}.grad", module)
+        return twin
+
+    def _view_of_storage(self, real: torch.Tensor) -> torch.Tensor:
+        key = int(real.untyped_storage()._cdata)
+        whole = self._by_storage.get(key)
+        if whole is None:
+            elements = real.untyped_storage().nbytes() // real.element_size()
+            # meta tensors of size zero and the like have an empty storage
+            whole = torch.empty(elements, dtype=real.dtype, device=self.device(real.device))
+            self._by_storage[key] = whole
+        elif whole.dtype != real.dtype:
+            whole = whole.view(real.dtype)
+        return whole.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
+
+
+@contextmanager
+def faked(
+    twins: Twins,
+    models: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    others: Sequence[object] = (),
+) -> Iterator[None]:
+    """Swap `models` and `optimizer` for fakes; put them, and the attributes of `others`, back at the end."""
+    modules = {id(m): (path, m) for model in models for path, m in model.named_modules()}
+    undo = [_restorer(module) for _, module in modules.values()]
+    undo += [_restorer(thing) for thing in (*others, *([optimizer] if optimizer is not None else []))]
+    streams = _random_state()
+    try:
+        for path, module in modules.values():
+            _fake_module(twins, path, module)
+        if optimizer is not None:
+            _fake_optimizer(twins, optimizer)
+        yield
+    finally:
+        for restore in undo:
+            restore()
+        _restore_random_state(streams)
+
+
+def is_real(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not one of the dry run's own."""
+    return not isinstance(tensor, FakeTensor)
+
+
+def _fake_module(twins: Twins, path: str, module: nn.Module) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            twin = twins.of(parameter, Role.PARAMETER, _join(path, name), path)
+            module._parameters[name] = twin  # type: ignore[assignment]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = twins.of(buffer, Role.BUFFER, _join(path, name), path)
+    for name, attribute in list(module.__dict__.items()):
+        if name not in ("_parameters", "_buffers", "_modules"):
+            module.__dict__[name] = _swap_known(twins, attribute, path, name)
+
+
+def _swap_known(twins: Twins, thing: Any, path: str, name: str) -> Any:
+    """`thing` with tensors replaced by twins, one container deep (nn.LSTM keeps its weights in a list)."""
+    if isinstance(thing, torch.Tensor):
+        return twins.of(thing, Role.BUFFER, _join(path, name), path)
+    if type(thing) in (list, tuple) and any(isinstance(item, torch.Tensor) for item in thing):
+        return type(thing)(_swap_known(twins, item, path, name) for item in thing)
+    if type(thing) is dict and any(isinstance(item, torch.Tensor) for item in thing.values()):
+        return {key: _swap_known(twins, item, path, name) for key, item in thing.items()}
+    return thing
+
+
+def _fake_optimizer(twins: Twins, optimizer: torch.optim.Optimizer) -> None:
+    def twin(real: torch.Tensor) -> torch.Tensor:
+        return twins.of(real, Role.PARAMETER, "parameter given to the optimizer only")
+
+    def state_twin(thing: object, name: str) -> object:
+        return twins.of(thing, Role.OPTIMIZER_STATE, name) if isinstance(thing, torch.Tensor) else thing
+
+    optimizer.param_groups = [
+        {**group, "params": [twin(parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    for parameter, entries in optimizer.state.items():
+        state[twin(parameter)] = {name: state_twin(thing, name) for name, thing in entries.items()}
+    optimizer.state = state
+
+
+def _restorer(thing: Any) -> Callable[[], None]:
+    """Undo for the attributes of `thing`, and for the contents of those that are plain containers.
+
+    Containers are put back by contents, in the same object: others may hold references to them.
+    """
+    before = dict(thing.__dict__)
+    contents = [
+        (container, copy.copy(container)) for container in before.values() if type(container) in _CONTAINERS
+    ]
+
+    def restore() -> None:
+        thing.__dict__.clear()
+        thing.__dict__.update(before)
+        for container, saved in contents:
+            container.clear()
+            container.extend(saved) if isinstance(container, list) else container.update(saved)
+
+    return restore
+
+
+def _random_state() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+
+
+def _restore_random_state(state: tuple[Any, ...]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state_all(state[1])
+    random.setstate(state[2])
+    np.random.set_state(state[3])
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

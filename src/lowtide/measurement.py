@@ -1,0 +1,197 @@
+"""What a real step really takes, from the allocator's own events.
+
+On the CPU every allocation and free that PyTorch's allocator makes is recorded by torch.profiler. On
+CUDA the caching allocator keeps exact statistics, and its trace gives the timeline.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch._C._profiler import _EventType, _ProfilerEvent
+from torch.profiler import ProfilerActivity, profile
+
+from lowtide.errors import BadRequest, DeviceMissing
+
+_TRACE_ENTRIES = 10_000_000  # far above any step: a trace that wraps around would lose its beginning
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One step, measured.
+
+    `resident_bytes` were held when it began, `growth_bytes` is the most it held beyond that, and
+    `peak_bytes` is their sum. `timeline` has the bytes held after each allocation and free, beginning
+    with what was resident. `reserved_bytes` is the most the caching allocator took from the device
+    (None on the CPU, which has no cache). `seconds` is the wall time of the step.
+    """
+
+    device: str
+    peak_bytes: int
+    resident_bytes: int
+    seconds: float
+    timeline: tuple[int, ...]
+    reserved_bytes: int | None = None
+
+    @property
+    def growth_bytes(self) -> int:
+        """The peak less what was there before the step began."""
+        return self.peak_bytes - self.resident_bytes
+
+
+def measure(
+    step: Callable[[], object], *, device: str | torch.device | None = None, timed: int = 0
+) -> Reading:
+    """Run `step` once and read its memory from the allocator.
+
+    What was allocated before counts as resident and its release during the step counts as a release
+    (CUDA) or is not seen (CPU: the allocator does not know blocks from before the recording); either way
+    it never lowers what the step itself is found to hold. On the CPU `resident_bytes` is the sum over all
+    tensors alive in this process, since the allocator keeps no count.
+
+    Recording slows a step of many small ops down. With `timed=n`, `seconds` is the median of n further
+    runs without it; the step then runs n+1 times.
+
+    Does not count: memory that libraries take from the system behind PyTorch's back (oneDNN's and MKL's
+    scratch buffers, the CUDA context).
+
+    Raises:
+        DeviceMissing: the device is not on this machine.
+    """
+    where = torch.device(device) if device is not None else _default_device()
+    if where.type not in ("cpu", "cuda"):
+        raise BadRequest(f"cannot measure on '{where}'; lowtide measures on cpu and cuda")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceMissing(str(where), "measure")
+    reading = _measure_cpu(step) if where.type == "cpu" else _measure_cuda(step, where)
+    if not timed:
+        return reading
+    seconds = statistics.median(_timed(step, where) for _ in range(timed))
+    return Reading(**{**reading.__dict__, "seconds": seconds})
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
+
+
+def _timed(step: Callable[[], object], where: torch.device) -> float:
+    _synchronize(where)
+    start = time.perf_counter()
+    step()
+    _synchronize(where)
+    return time.perf_counter() - start
+
+
+def _synchronize(where: torch.device) -> None:
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+
+
+# CPU ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One allocation (positive bytes) or free (negative)."""
+
+    address: int
+    bytes: int
+
+
+def _measure_cpu(step: Callable[[], object]) -> Reading:
+    gc.collect()
+    resident = _bytes_of_live_tensors()
+    blocks, seconds = record_cpu(step)
+    timeline = tuple(resident + held for held in growth(blocks))
+    return Reading("cpu", max(timeline), resident, seconds, timeline)
+
+
+def record_cpu(step: Callable[[], object]) -> tuple[list[Block], float]:
+    """Every allocation and free of the CPU allocator while `step` runs, in order, and its wall time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler warns that it is asked for no operators
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+            start = time.perf_counter()
+            result = step()
+            seconds = time.perf_counter() - start
+    del result
+    results = recording.profiler.kineto_results if recording.profiler is not None else None
+    if results is None:
+        raise BadRequest("torch.profiler recorded nothing: is another profiler running?")
+    events = sorted(_allocations(results.experimental_event_tree()), key=lambda event: event.start_time_ns)
+    cpu = torch.device("cpu")
+    fields = (event.extra_fields for event in events)
+    return [Block(found.ptr, found.alloc_size) for found in fields if found.device == cpu], seconds
+
+
+def growth(blocks: Iterable[Block]) -> Iterator[int]:
+    """Bytes held after each event, from zero. Frees of blocks from before the recording do not count."""
+    ours: set[int] = set()
+    changes = [0]
+    for block in blocks:
+        if block.bytes > 0:
+            ours.add(block.address)
+            changes.append(block.bytes)
+        elif block.address in ours:
+            ours.remove(block.address)
+            changes.append(block.bytes)
+    return accumulate(changes)
+
+
+def _allocations(tree: Iterable[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+    pending = list(tree)
+    while pending:
+        event = pending.pop()
+        if event.tag == _EventType.Allocation:
+            yield event
+        pending.extend(event.children)
+
+
+def _bytes_of_live_tensors() -> int:
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and type(thing) in (torch.Tensor, torch.nn.Parameter):
+            if thing.device.type == "cpu" and thing.layout is torch.strided:
+                storage = thing.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+# CUDA -----------------------------------------------------------------------------------------------
+
+
+def _measure_cuda(step: Callable[[], object], where: torch.device) -> Reading:
+    gc.collect()
+    torch.cuda.synchronize(where)
+    torch.cuda.reset_peak_memory_stats(where)
+    resident = torch.cuda.memory_allocated(where)
+    torch.cuda.memory._record_memory_history(
+        enabled="all", context=None, stacks="python", max_entries=_TRACE_ENTRIES, device=where
+    )
+    try:
+        seconds = _timed(step, where)
+        snapshot = torch.cuda.memory._snapshot(where)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None, device=where)
+    index = where.index if where.index is not None else torch.cuda.current_device()
+    changes = [resident]
+    for entry in snapshot["device_traces"][index]:
+        if entry["action"] == "alloc":
+            changes.append(entry["size"])
+        elif entry["action"] == "free_requested":
+            changes.append(-entry["size"])
+    return Reading(
+        device=str(where),
+        peak_bytes=torch.cuda.max_memory_allocated(where),
+        resident_bytes=resident,
+        seconds=seconds,
+        timeline=tuple(accumulate(changes)),
+        reserved_bytes=torch.cuda.max_memory_reserved(where),
+    )

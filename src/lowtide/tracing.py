@@ -1,0 +1,303 @@
+"""The dry run: a training step on fake tensors, under the real autograd engine.
+
+Nothing is computed and nothing is allocated, but every op is dispatched and every storage is born and
+dies exactly as in plain PyTorch, because it is plain PyTorch that runs: forward, loss, backward,
+checkpointing, autocast, optimizer. A dispatch mode writes down the ops; weak references tell the deaths.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.attribution import Attribution
+from lowtide.building import GraphBuilder, storage_key, tensors_in
+from lowtide.errors import BadRequest, CannotTrace
+from lowtide.faking import Resident, Twins, faked, is_real
+from lowtide.graph import Graph, Origin, Phase, Role
+from lowtide.rules import cuda_rules
+from lowtide.schedule import Compute, Free, Schedule, Step
+from lowtide.simulation import Timeline, simulate
+from lowtide.userlines import current_line
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a training step does, op by op, and when each of its storages is given back."""
+
+    graph: Graph
+    schedule: Schedule
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Live bytes at every step, as the referee counts them."""
+        return simulate(self.graph, self.schedule)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes the step holds at once."""
+        return self.timeline.peak_bytes
+
+
+def dry_run(
+    step: Callable[[], object],
+    *,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None = None,
+    device: str | torch.device | None = None,
+    warmup: int = 0,
+    name: str | None = None,
+) -> Trace:
+    """Trace `step` as plain PyTorch would execute it, without executing it.
+
+    `step` is any callable that trains: it may run several micro-batches, checkpoint, clip, call the
+    optimizer. It closes over the real model, batch and optimizer; while it runs they are fakes, and
+    afterwards everything is as it was: parameters, `.grad`, buffers, modes, hooks, random streams, also
+    if the step raises. Pass every module whose parameters it uses (`model=[student, teacher]`).
+
+    `device` is where the step will run; by default where the model is. Where that is CUDA and this
+    machine has none, PyTorch's choices of CUDA kernels are imitated (see `lowtide.rules`).
+    `warmup` steps run first and are not recorded: with `warmup=1` gradients and optimizer state that the
+    first step creates are there when the recorded step begins.
+
+    The graph has no workspaces and no seconds until it is profiled. Where the step looks at numbers
+    (`loss.item()`), the dry run has none: it assumes what an undisturbed step would see (losses finite,
+    nothing to skip) and says so in `graph.notes`.
+
+    Raises:
+        CannotTrace: the shape of a result depends on numbers, or a tensor that requires gradients takes
+            part and belongs to no module in `model`.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    if not models:
+        raise BadRequest("dry_run needs at least one model")
+    target = _target_device(models, device)
+    imitating = target.type == "cuda" and not torch.cuda.is_available()
+    physical = torch.device("cpu") if imitating else target
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    twins = Twins(mode, partial(_twin_device, home=_home_of(models), target=physical))
+    follow = Attribution(models)
+    builder = GraphBuilder(
+        name or type(models[0]).__name__,
+        Origin.EAGER,
+        str(target),
+        {"cpu": str(target)} if imitating else {},
+    )
+    recorder = _Recorder(builder, twins, follow)
+    with ExitStack() as stack:
+        stack.enter_context(faked(twins, models, optimizer, _stateful_things_used_by(step)))
+        stack.enter_context(mode)
+        if imitating:
+            stack.enter_context(cuda_rules())
+        stack.enter_context(follow.following())
+        stack.enter_context(recorder)
+        for _ in range(warmup):
+            step()
+        recorder.begin(optimizer)
+        result = step()
+        trace = recorder.end(optimizer)
+        del result
+    return trace
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every op on its way to the fake kernels, and every storage when it dies."""
+
+    def __init__(self, builder: GraphBuilder, twins: Twins, follow: Attribution) -> None:
+        super().__init__()
+        self.builder = builder
+        self.twins = twins
+        self.follow = follow
+        self.steps: list[Step] = []
+        self._recording = False
+        self._seen_residents = 0
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    # The window ---------------------------------------------------------------------------------------
+
+    def begin(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """What is alive now is resident; what happens from now on is the step."""
+        self._register_residents()
+        fresh = GraphBuilder(
+            self.builder.name, self.builder.origin, self.builder.device, self.builder.relabel
+        )
+        fresh.notes = self.builder.notes
+        for key, reference in list(self._deaths.items()):
+            storage = reference()
+            value = self.builder.forget(key)
+            if storage is not None and value is not None:
+                fresh.adopt(storage, self.builder.values[value])
+        self.builder = fresh
+        self._mark_gradients()
+        self._mark_optimizer_state(optimizer)
+        self.steps.clear()
+        self._recording = True
+
+    def end(self, optimizer: torch.optim.Optimizer | None) -> Trace:
+        """The step is over: whatever is alive outlives it."""
+        self._recording = False
+        self._mark_optimizer_state(optimizer)
+        freed = {step.value for step in self.steps if isinstance(step, Free)}
+        outputs = {value.id for value in self.builder.values if value.id not in freed}
+        return Trace(self.builder.finish(outputs), Schedule(tuple(self.steps)))
+
+    # Ops ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func is aten.lift_fresh.default:  # a constant written in the user's code, made on the spot
+            return self._record(func, (), {}, func(*args, **kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, self._twin, (args, kwargs))
+        self._register_residents()
+        try:
+            result = func(*args, **kwargs)
+        except DataDependentOutputException:
+            result = self._guess(func, args)
+        except DynamicOutputShapeException:
+            raise CannotTrace(
+                f"the shape of what {func} returns depends on numbers, which a dry run does not have: "
+                f"{current_line()}"
+            ) from None
+        return self._record(func, args, kwargs, result)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+        phase = self.follow.phase()
+        module, call = self.follow.place(phase)
+        op = self.builder.add_op(func, args, kwargs, result, phase=phase, module=module, call=call)
+        if op is not None:
+            self.steps.append(Compute(op.id))
+            for tensor in tensors_in(result):
+                self._watch(tensor)
+        return result
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake in place of a real tensor that the step closes over: a batch, a constant."""
+        if not is_real(tensor):
+            return tensor
+        if tensor.requires_grad and self.twins.known(tensor) is None:
+            raise CannotTrace(
+                f"a tensor of shape {tuple(tensor.shape)} that requires gradients takes part in the step "
+                f"but belongs to no module that dry_run was given: {current_line()}. "
+                "Pass every module that is used: model=[model, other]"
+            )
+        return self.twins.of(tensor, Role.BATCH, f"{tuple(tensor.shape)}")
+
+    def _guess(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What an undisturbed step would read: losses finite, no overflow, nothing to skip."""
+        self.builder.notes[f"a number was read and had to be assumed: {current_line()}"] = None
+        if func is aten.equal.default:
+            return True
+        dtype = args[0].dtype
+        if dtype is torch.bool:
+            value = self.builder.value_of(args[0])
+            maker = next((op for op in reversed(self.builder.ops) if value in op.creates), None)
+            return maker is not None and maker.target.split(".")[1] in ("all", "isfinite", "logical_not")
+        return 0.0 if dtype.is_floating_point else 0
+
+    # Storages -----------------------------------------------------------------------------------------
+
+    def _register_residents(self) -> None:
+        """Values for the twins made since the last look. They were there all along."""
+        while self._seen_residents < len(self.twins.residents):
+            found = self.twins.residents[self._seen_residents]
+            self._seen_residents += 1
+            if self.builder.value_of(found.fake) is None:
+                self.builder.add_value(found.fake, found.role, found.name, found.module)
+                self._watch(found.fake)
+            if found.role is Role.PARAMETER:
+                self._own(found)
+
+    def _own(self, parameter: Resident) -> None:
+        self.follow.own({id(parameter.fake): parameter.module})
+        if parameter.fake.requires_grad:
+            mark = partial(self._mark_gradient, name=parameter.name, module=parameter.module)
+            parameter.fake.register_post_accumulate_grad_hook(mark)
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        if key not in self._deaths:
+            self._deaths[key] = weakref.ref(tensor.untyped_storage(), partial(self._died, key))
+
+    def _died(self, key: int, _: object) -> None:
+        del self._deaths[key]
+        value = self.builder.forget(key)
+        if value is not None and self._recording:
+            self.steps.append(Free(value))
+
+    # Roles --------------------------------------------------------------------------------------------
+
+    def _mark_gradient(self, parameter: torch.Tensor, *, name: str, module: str) -> None:
+        self._mark(parameter.grad, Role.GRADIENT, f"{name}.grad", module)
+
+    def _mark_gradients(self) -> None:
+        for found in self.twins.residents:
+            if found.role is Role.PARAMETER:
+                self._mark_gradient(found.fake, name=found.name, module=found.module)
+
+    def _mark_optimizer_state(self, optimizer: torch.optim.Optimizer | None) -> None:
+        names = {id(found.fake): found for found in self.twins.residents if found.role is Role.PARAMETER}
+        for parameter, state in (optimizer.state.items() if optimizer is not None else ()):
+            owner = names.get(id(parameter))
+            for key, thing in state.items():
+                label = f"{owner.name}.{key}" if owner else key
+                self._mark(thing, Role.OPTIMIZER_STATE, label, owner.module if owner else "")
+
+    def _mark(self, thing: object, role: Role, name: str, module: str) -> None:
+        value = self.builder.value_of(thing) if isinstance(thing, torch.Tensor) else None
+        if value is not None and self.builder.values[value].role in (Role.INTERMEDIATE, role):
+            self.builder.set_role(value, role, name, module)
+
+
+def _stateful_things_used_by(step: Callable[[], object]) -> list[object]:
+    """Gradient scalers and schedulers that the step closes over: they keep tensors and counters."""
+    kinds = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+    function = inspect.unwrap(step.func if isinstance(step, partial) else step)
+    if not inspect.isfunction(function):
+        return []
+    used = inspect.getclosurevars(function)
+    return [thing for scope in (used.nonlocals, used.globals) for thing in scope.values() if isinstance(thing, kinds)]
+
+
+def _home_of(models: Sequence[nn.Module]) -> torch.device:
+    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _target_device(models: Sequence[nn.Module], device: str | torch.device | None) -> torch.device:
+    try:
+        target = torch.device(device) if device is not None else _home_of(models)
+    except RuntimeError:
+        raise BadRequest(f"'{device}' is not a device. Try cpu, cuda or cuda:0.") from None
+    if target.type == "meta":
+        return torch.device("cpu")
+    return torch.device("cuda", 0) if target == torch.device("cuda") else target
+
+
+def _twin_device(real: torch.device, *, home: torch.device, target: torch.device) -> torch.device:
+    """The device of a twin. What is where the model is now will be where the model will be."""
+    return target if real.type in ("meta", home.type) else real

@@ -1,0 +1,51 @@
+"""Which line of the user's own code is responsible, in words."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+_OURS = str(Path(__file__).parent)
+_LIBRARIES = (str(Path(torch.__file__).parent), f"{_OURS}/", "<")
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither lowtide's (its zoo excepted) nor torch's."""
+    return filename.startswith(f"{_OURS}/zoo") or not filename.startswith(_LIBRARIES)
+
+
+def current_line() -> str:
+    """The innermost line of user code that is running now: 'model.py:12, in forward: `if x.sum() > 0:`'."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return _describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of user code that an error passed through."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    if not frames:
+        return "an unknown line"
+    return _describe(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name)
+
+
+def shortened(error: BaseException) -> str:
+    """An error's traceback with the user's own frames only."""
+    frames: Iterable[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
+    kept = [frame for frame in frames if is_users(frame.filename)]
+    lines = ["Traceback (your frames only):\n", *traceback.format_list(kept)]
+    return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
+
+
+def _describe(filename: str, lineno: int, function: str) -> str:
+    source = linecache.getline(filename, lineno).strip()
+    text = f": `{source}`" if source else ""
+    return f"{Path(filename).name}:{lineno}, in {function}{text}"
+
+

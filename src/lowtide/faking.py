@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -42,7 +44,7 @@ class Twins:
 
     mode: FakeTensorMode
     device: Callable[[torch.device], torch.device]  # where the twin of a tensor on a device lives
-    residents: list[Resident] = field(default_factory=list)
+    pending: list[Resident] = field(default_factory=list)  # made since the recorder last looked
     _by_tensor: dict[int, torch.Tensor] = field(default_factory=dict)
     _by_storage: dict[int, torch.Tensor] = field(default_factory=dict)
     _real: list[torch.Tensor] = field(default_factory=list)  # keeps ids and storage addresses from reuse
@@ -55,25 +57,29 @@ class Twins:
         """The twin of `real`, made if there is none yet."""
         twin = self.known(real)
         if twin is None:
-            with torch.no_grad(), self.mode:
-                twin = self._view_of_storage(real)
-            if isinstance(real, nn.Parameter):
-                twin = nn.Parameter(twin, requires_grad=real.requires_grad)
-            self._by_tensor[id(real)] = twin
+            twin = self._by_tensor[id(real)] = self._make(real, role, name, module)
             self._real.append(real)
-            self.residents.append(Resident(twin, role, name, module))
             if real.grad is not None:
-                twin.grad = self.of(real.grad, Role.GRADIENT, f"{name}.grad", module)
+                # Not remembered: the step may drop its gradients, and then the twin must die too.
+                twin.grad = self._make(real.grad, Role.GRADIENT, f"{name}.grad", module)
         return twin
 
-    def _view_of_storage(self, real: torch.Tensor) -> torch.Tensor:
+    def _make(self, real: torch.Tensor, role: Role, name: str, module: str) -> torch.Tensor:
+        with torch.no_grad(), self.mode:
+            twin = self._view_of_storage(real, shared=role is not Role.GRADIENT)
+        if isinstance(real, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=real.requires_grad)
+        self.pending.append(Resident(twin, role, name, module))
+        return twin
+
+    def _view_of_storage(self, real: torch.Tensor, shared: bool) -> torch.Tensor:
         key = int(real.untyped_storage()._cdata)
         whole = self._by_storage.get(key)
         if whole is None:
             elements = real.untyped_storage().nbytes() // real.element_size()
-            # meta tensors of size zero and the like have an empty storage
             whole = torch.empty(elements, dtype=real.dtype, device=self.device(real.device))
-            self._by_storage[key] = whole
+            if shared:
+                self._by_storage[key] = whole
         elif whole.dtype != real.dtype:
             whole = whole.view(real.dtype)
         return whole.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
@@ -101,6 +107,17 @@ def faked(
         for restore in undo:
             restore()
         _restore_random_state(streams)
+
+
+@contextmanager
+def unnoticed_by_transformers() -> Iterator[None]:
+    """Keep transformers from taking other paths (masks it would skip, say) because tensors are fake."""
+    module = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    with patch.object(module, "is_fake_tensor", lambda _: False):
+        yield
 
 
 def is_real(tensor: torch.Tensor) -> bool:

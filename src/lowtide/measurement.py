@@ -157,10 +157,10 @@ def _allocations(tree: Iterable[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
 def _bytes_of_live_tensors() -> int:
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and type(thing) in (torch.Tensor, torch.nn.Parameter):
-            if thing.device.type == "cpu" and thing.layout is torch.strided:
-                storage = thing.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
+        # exact types only: a subclass (a fake, a quantised tensor) may have no storage to ask
+        plain = type(thing) in (torch.Tensor, torch.nn.Parameter)
+        if plain and thing.device.type == "cpu" and thing.layout is torch.strided:
+            storages[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
     return sum(storages.values())
 
 

@@ -1,6 +1,9 @@
 """stub"""
-from contextlib import contextmanager
+
 from collections.abc import Iterator
+from contextlib import contextmanager
+
+
 @contextmanager
 def cuda_rules() -> Iterator[None]:
     yield

@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,16 +22,18 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils._pytree import tree_map_only
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from lowtide.accumulation import Accumulation
 from lowtide.attribution import Attribution
 from lowtide.building import GraphBuilder, storage_key, tensors_in
 from lowtide.errors import BadRequest, CannotTrace
-from lowtide.faking import Resident, Twins, faked, is_real
+from lowtide.faking import Resident, Twins, faked, is_real, unnoticed_by_transformers
 from lowtide.graph import Graph, Origin, Phase, Role
 from lowtide.rules import cuda_rules
 from lowtide.schedule import Compute, Free, Schedule, Step
+from lowtide.shadows import Shadows
 from lowtide.simulation import Timeline, simulate
 from lowtide.userlines import current_line
 
@@ -104,6 +106,7 @@ def dry_run(
     with ExitStack() as stack:
         stack.enter_context(faked(twins, models, optimizer, _stateful_things_used_by(step)))
         stack.enter_context(mode)
+        stack.enter_context(unnoticed_by_transformers())
         if imitating:
             stack.enter_context(cuda_rules())
         stack.enter_context(follow.following())
@@ -125,9 +128,11 @@ class _Recorder(TorchDispatchMode):
         self.builder = builder
         self.twins = twins
         self.follow = follow
+        self.accumulation = Accumulation(twins.mode)
+        self.shadows = Shadows()
         self.steps: list[Step] = []
         self._recording = False
-        self._seen_residents = 0
+        self._parameters: list[Resident] = []
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     # The window ---------------------------------------------------------------------------------------
@@ -172,18 +177,30 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten.lift_fresh.default:  # a constant written in the user's code, made on the spot
             return self._record(func, (), {}, func(*args, **kwargs))
+        if self.follow.phase() is Phase.BACKWARD and self.accumulation.in_place(func, args, kwargs):
+            func = aten.add_.Tensor
         args, kwargs = tree_map_only(torch.Tensor, self._twin, (args, kwargs))
         self._register_residents()
+        return self._record(func, args, kwargs, self._run(func, args, kwargs))
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The fake result of an op; where its shape or the answer itself is a matter of numbers, those."""
+        numbers = self.shadows.compute(func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException:
-            result = self._guess(func, args)
+            return self._guess(func, args) if numbers is None else numbers
         except DynamicOutputShapeException:
-            raise CannotTrace(
-                f"the shape of what {func} returns depends on numbers, which a dry run does not have: "
-                f"{current_line()}"
-            ) from None
-        return self._record(func, args, kwargs, result)
+            if numbers is None:
+                raise CannotTrace(
+                    f"the shape of what {func} returns depends on numbers, which a dry run does not have: "
+                    f"{current_line()}"
+                ) from None
+            device = next(tensors_in(args, kwargs)).device
+            result = tree_map_only(torch.Tensor, partial(torch.empty_like, device=device), numbers)
+        if numbers is not None:
+            self.shadows.pair(result, numbers)
+        return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
         phase = self.follow.phase()
@@ -193,6 +210,7 @@ class _Recorder(TorchDispatchMode):
             self.steps.append(Compute(op.id))
             for tensor in tensors_in(result):
                 self._watch(tensor)
+                self.accumulation.made(storage_key(tensor))
         return result
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -205,7 +223,9 @@ class _Recorder(TorchDispatchMode):
                 f"but belongs to no module that dry_run was given: {current_line()}. "
                 "Pass every module that is used: model=[model, other]"
             )
-        return self.twins.of(tensor, Role.BATCH, f"{tuple(tensor.shape)}")
+        twin = self.twins.of(tensor, Role.BATCH, f"batch {tuple(tensor.shape)}")
+        self.shadows.remember(twin, tensor)
+        return twin
 
     def _guess(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What an undisturbed step would read: losses finite, no overflow, nothing to skip."""
@@ -223,9 +243,8 @@ class _Recorder(TorchDispatchMode):
 
     def _register_residents(self) -> None:
         """Values for the twins made since the last look. They were there all along."""
-        while self._seen_residents < len(self.twins.residents):
-            found = self.twins.residents[self._seen_residents]
-            self._seen_residents += 1
+        while self.twins.pending:
+            found = self.twins.pending.pop()
             if self.builder.value_of(found.fake) is None:
                 self.builder.add_value(found.fake, found.role, found.name, found.module)
                 self._watch(found.fake)
@@ -233,6 +252,7 @@ class _Recorder(TorchDispatchMode):
                 self._own(found)
 
     def _own(self, parameter: Resident) -> None:
+        self._parameters.append(parameter)
         self.follow.own({id(parameter.fake): parameter.module})
         if parameter.fake.requires_grad:
             mark = partial(self._mark_gradient, name=parameter.name, module=parameter.module)
@@ -255,13 +275,12 @@ class _Recorder(TorchDispatchMode):
         self._mark(parameter.grad, Role.GRADIENT, f"{name}.grad", module)
 
     def _mark_gradients(self) -> None:
-        for found in self.twins.residents:
-            if found.role is Role.PARAMETER:
-                self._mark_gradient(found.fake, name=found.name, module=found.module)
+        for found in self._parameters:
+            self._mark_gradient(found.fake, name=found.name, module=found.module)
 
     def _mark_optimizer_state(self, optimizer: torch.optim.Optimizer | None) -> None:
-        names = {id(found.fake): found for found in self.twins.residents if found.role is Role.PARAMETER}
-        for parameter, state in (optimizer.state.items() if optimizer is not None else ()):
+        names = {id(found.fake): found for found in self._parameters}
+        for parameter, state in optimizer.state.items() if optimizer is not None else ():
             owner = names.get(id(parameter))
             for key, thing in state.items():
                 label = f"{owner.name}.{key}" if owner else key
@@ -280,7 +299,12 @@ def _stateful_things_used_by(step: Callable[[], object]) -> list[object]:
     if not inspect.isfunction(function):
         return []
     used = inspect.getclosurevars(function)
-    return [thing for scope in (used.nonlocals, used.globals) for thing in scope.values() if isinstance(thing, kinds)]
+    return [
+        thing
+        for scope in (used.nonlocals, used.globals)
+        for thing in scope.values()
+        if isinstance(thing, kinds)
+    ]
 
 
 def _home_of(models: Sequence[nn.Module]) -> torch.device:

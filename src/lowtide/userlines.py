@@ -47,5 +47,3 @@ def _describe(filename: str, lineno: int, function: str) -> str:
     source = linecache.getline(filename, lineno).strip()
     text = f": `{source}`" if source else ""
     return f"{Path(filename).name}:{lineno}, in {function}{text}"
-
-

@@ -1,0 +1,69 @@
+"""Small whole numbers that are known although the step is fake: masks, labels, positions.
+
+Models look at such numbers to choose a path (is anything padded? is this one sequence or several?).
+The batch is real, so whatever is computed from its integers and booleans alone can be computed for
+real beside the fake. Floating-point numbers are never followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lowtide.building import tensors_in
+
+_MOST_ELEMENTS = 1 << 20  # beyond this, following would cost time and memory of its own
+
+
+class Shadows:
+    """The real numbers behind fake tensors, where they are known."""
+
+    def __init__(self) -> None:
+        self._real: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def remember(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """`fake` stands for `real`."""
+        if _followed(real):
+            with _disable_current_modes():
+                self._real[fake] = real.detach().cpu()
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The real result of an op, or None if some of its inputs are not known."""
+        given = list(tensors_in(args, kwargs))
+        if func._schema.is_mutable:
+            for tensor in given:
+                self._real.pop(tensor, None)
+            return None
+        if torch.Tag.nondeterministic_seeded in func.tags or any(t not in self._real for t in given):
+            return None
+        if not given and not _makes_integers(func, args, kwargs):
+            return None
+        args, kwargs = tree_map_only(torch.Tensor, lambda fake: self._real[fake], (args, dict(kwargs)))
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        with _disable_current_modes(), torch.no_grad():
+            return func(*args, **kwargs)
+
+    def pair(self, fakes: object, reals: object) -> None:
+        """Remember the results of an op."""
+        for fake, real in zip(tree_leaves(fakes), tree_leaves(reals), strict=True):
+            if isinstance(fake, torch.Tensor):
+                self.remember(fake, real)
+
+
+def _followed(real: torch.Tensor) -> bool:
+    whole = not (real.dtype.is_floating_point or real.dtype.is_complex)
+    return whole and real.device.type != "meta" and real.numel() <= _MOST_ELEMENTS
+
+
+def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a factory makes a few whole numbers, judged before it runs."""
+    if func.overloadpacket is not torch.ops.aten.arange:
+        return False
+    small = all(isinstance(arg, int) and abs(arg) <= _MOST_ELEMENTS for arg in args)
+    return small and kwargs.get("dtype") in (None, torch.int64, torch.int32)

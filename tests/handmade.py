@@ -153,6 +153,8 @@ def steps(*codes: int | str) -> Schedule:
 
 BYTES = st.sampled_from([0, 1, 4, 100, 511, 512, 513, 1000, 4096])
 MODULES = st.sampled_from(["", "a", "a.b", "c"])
+NO_ARGS: st.SearchStrategy[list[Arg]] = st.builds(list)
+NO_TIME = st.just(0.0)
 
 
 @st.composite
@@ -160,8 +162,8 @@ def graphs(
     draw: st.DrawFn,
     max_ops: int = 6,
     names: st.SearchStrategy[str] = MODULES,
-    args: st.SearchStrategy[Arg] | None = None,
-    seconds: st.SearchStrategy[float] | None = None,
+    args: st.SearchStrategy[list[Arg]] = NO_ARGS,
+    seconds: st.SearchStrategy[float] = NO_TIME,
 ) -> Graph:
     """Any small well-formed graph: ops that create several values or none, change old ones or their own,
     draw random numbers, take workspace, in any phase, with some values on another device."""
@@ -187,12 +189,12 @@ def graphs(
             some(old, 3),
             created,
             some([*old, *created], 1) if draw(st.booleans()) else [],
-            extra=draw(st.lists(args, max_size=3)) if args else (),
-            keywords=draw(st.dictionaries(names, args, max_size=2)) if args else None,
+            extra=draw(args),
+            keywords={draw(names): arg for arg in draw(args)},
             phase=draw(st.sampled_from(Phase)),
             module=draw(names),
-            random=draw(st.sampled_from([False, False, False, True])),
+            random=draw(st.integers(0, 5)) == 5,
             workspace=draw(st.sampled_from([0, 0, 7, 2000])),
-            seconds=draw(seconds) if seconds else 0.0,
+            seconds=draw(seconds),
         )
     return drawing.graph(outputs=some(range(len(drawing.values)), 2), name=draw(names))

@@ -121,11 +121,9 @@ def test_an_element_has_these_bytes(dtype: str, count: int) -> None:
 def test_a_tensor_reaches_this_far_into_its_value(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: str, count: int
 ) -> None:
-    tensor = replace(chain().tensors[0], shape=shape, stride=stride, offset=offset, dtype=dtype)
-    assert extent_bytes(tensor) == count
-    fitting = with_value(
-        with_tensor(chain(), 3, shape=shape, stride=stride, offset=offset, dtype=dtype), 3, bytes=count
-    )
+    graph = with_tensor(chain(), 3, shape=shape, stride=stride, offset=offset, dtype=dtype)
+    assert extent_bytes(graph.tensors[3]) == count
+    fitting = with_value(graph, 3, bytes=count)
     assert validate(fitting)
     if count:
         with pytest.raises(MalformedGraph, match=f"reaches {count} bytes"):

@@ -117,26 +117,29 @@ def recount(graph: Graph, plan: Sequence[Step], grain: int, i: int) -> tuple[Cou
 def schedules(draw: st.DrawFn, graph: Graph, recompute: bool = True, free_residents: bool = True) -> Schedule:
     plan: list[Step] = [Compute(op.id) for op in graph.ops]
     freeable = [v.id for v in graph.values if free_residents or v.id in graph.creator]
-    for _ in range(draw(st.integers(0, 6))):
+    for _ in range(draw(st.integers(0, 8))):
         early, late = sorted(draw(st.tuples(*[st.integers(0, len(plan))] * 2)))
-        if recompute and graph.ops and draw(st.booleans()):
-            again = sorted(draw(st.sets(st.sampled_from(range(len(graph.ops))), min_size=1, max_size=3)))
-            made = [v for op in again for v in graph.ops[op].creates]
-            gone = [v for v in made if any(v == w and a <= early < b for w, a, b in lives(graph, plan))]
-            edited = [
-                *plan[:early],
-                *map(Free, gone),
-                *plan[early:late],
-                *map(Compute, again),
-                *plan[late:],
-            ]
+        done = sorted({step.op for step in plan[:early] if isinstance(step, Compute)})
+        if recompute and done and draw(st.booleans()):
+            edited = evicted(graph, plan, draw(st.sampled_from(done)), early, late)
         elif freeable:
             edited = [*plan[:late], Free(draw(st.sampled_from(freeable))), *plan[late:]]
         else:
-            break
+            continue
         if is_legal(graph, edited):
             plan = edited
     return Schedule(tuple(plan))
+
+
+def evicted(graph: Graph, plan: list[Step], op: int, early: int, late: int) -> list[Step]:
+    """What `op` made is freed at `early`; at `late` it is computed again, and what then changed it too."""
+    made = set(graph.ops[op].creates)
+    alive = {v for v, start, end in lives(graph, plan) if start < early <= end}
+    before = [step.op for step in plan[:late] if isinstance(step, Compute)]
+    changers = [other for other in dict.fromkeys(before) if made & set(graph.ops[other].mutates)]
+    again = dict.fromkeys([op, *changers])
+    frees, computes = map(Free, sorted(made & alive)), map(Compute, again)
+    return [*plan[:early], *frees, *plan[early:late], *computes, *plan[late:]]
 
 
 cases = graphs().flatmap(lambda graph: st.tuples(st.just(graph), schedules(graph)))

@@ -68,7 +68,7 @@ class _CountReferences(TorchDispatchMode):
     """Reads the counts at the one addition of a tiny backward, where the first term has no other owner."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts = (0, 0)
         self.watched: list[Any] = []
 
@@ -89,4 +89,5 @@ def _counts_of_a_sole_reference(mode: FakeTensorMode) -> tuple[int, int]:
         leaf = torch.empty(2, requires_grad=True)
         middle = leaf.neg()
         (middle.sin() + middle.cos()).sum().backward()
-    return reader.counts
+    counts: tuple[int, int] = reader.counts
+    return counts

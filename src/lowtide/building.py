@@ -192,9 +192,8 @@ class GraphBuilder:
         found = self._tensor_ids.get(key)
         if found is None:
             found = self._tensor_ids[key] = len(self.tensors)
-            self.tensors.append(
-                Tensor(found, value, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), dtype)
-            )
+            offset = int(tensor.storage_offset())
+            self.tensors.append(Tensor(found, value, tuple(tensor.shape), tensor.stride(), offset, dtype))
         return found
 
     def _arg(self, arg: object) -> Arg:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch._C._profiler import _EventType, _ProfilerEvent
@@ -101,6 +102,7 @@ def _synchronize(where: torch.device) -> None:
 class Block:
     """One allocation (positive bytes) or free (negative)."""
 
+    time_ns: int
     address: int
     bytes: int
 
@@ -125,10 +127,7 @@ def record_cpu(step: Callable[[], object]) -> tuple[list[Block], float]:
     results = recording.profiler.kineto_results if recording.profiler is not None else None
     if results is None:
         raise BadRequest("torch.profiler recorded nothing: is another profiler running?")
-    events = sorted(_allocations(results.experimental_event_tree()), key=lambda event: event.start_time_ns)
-    cpu = torch.device("cpu")
-    fields = (event.extra_fields for event in events)
-    return [Block(found.ptr, found.alloc_size) for found in fields if found.device == cpu], seconds
+    return cpu_blocks(results.experimental_event_tree()), seconds
 
 
 def growth(blocks: Iterable[Block]) -> Iterator[int]:
@@ -145,13 +144,18 @@ def growth(blocks: Iterable[Block]) -> Iterator[int]:
     return accumulate(changes)
 
 
-def _allocations(tree: Iterable[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+def cpu_blocks(tree: Iterable[_ProfilerEvent]) -> list[Block]:
+    """The CPU allocator's events in what the profiler recorded, in the order in which they happened."""
+    blocks: list[Block] = []
     pending = list(tree)
     while pending:
         event = pending.pop()
-        if event.tag == _EventType.Allocation:
-            yield event
         pending.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            fields: Any = event.extra_fields
+            if fields.device.type == "cpu":
+                blocks.append(Block(event.start_time_ns, fields.ptr, fields.alloc_size))
+    return sorted(blocks, key=lambda block: block.time_ns)
 
 
 def _bytes_of_live_tensors() -> int:

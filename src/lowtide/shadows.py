@@ -43,11 +43,12 @@ class Shadows:
             return None
         if not given and not _makes_integers(func, args, kwargs):
             return None
-        args, kwargs = tree_map_only(torch.Tensor, lambda fake: self._real[fake], (args, dict(kwargs)))
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
+        numbers: dict[str, Any] = dict(kwargs)
+        args, numbers = tree_map_only(torch.Tensor, lambda fake: self._real[fake], (args, numbers))
+        if "device" in numbers:
+            numbers["device"] = torch.device("cpu")
         with _disable_current_modes(), torch.no_grad():
-            return func(*args, **kwargs)
+            return func(*args, **numbers)
 
     def pair(self, fakes: object, reals: object) -> None:
         """Remember the results of an op."""

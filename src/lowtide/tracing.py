@@ -124,7 +124,7 @@ class _Recorder(TorchDispatchMode):
     """Sees every op on its way to the fake kernels, and every storage when it dies."""
 
     def __init__(self, builder: GraphBuilder, twins: Twins, follow: Attribution) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.builder = builder
         self.twins = twins
         self.follow = follow

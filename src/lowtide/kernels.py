@@ -1,0 +1,261 @@
+"""One op of a graph, run for real on scratch tensors: what memory and time does its kernel take?"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType, _ProfilerEvent
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
+
+from lowtide.building import storage_key, tensors_in
+from lowtide.costs import Cost
+from lowtide.graph import Arg, Ref, Symbol, Tensor
+from lowtide.measurement import cpu_blocks, growth
+from lowtide.simulation import allocator_of
+from lowtide.validation import extent_bytes
+
+_TIMED_RUNS = 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op with the tensors it takes and makes, free of any graph; so it can be asked for at other sizes.
+
+    Some kernels leave opaque bytes for their backward (cuDNN's and oneDNN's recurrent layers). Such bytes
+    cannot be made up: `maker` is the call that leaves them, and its outputs are used as they come.
+    """
+
+    target: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    tensors: dict[int, Tensor]
+    outputs: tuple[Tensor | None, ...]
+    maker: Call | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Roughly what one run takes: arguments and outputs."""
+        return sum(extent_bytes(tensor) for tensor in (*self.tensors.values(), *self.made))
+
+    @property
+    def made(self) -> tuple[Tensor, ...]:
+        """The outputs that are tensors."""
+        return tuple(tensor for tensor in self.outputs if tensor is not None)
+
+    def resized(self, size: int, smaller: int) -> Call:
+        """The same call with every extent of `size`, in tensors and in lists of sizes, made `smaller`."""
+
+        def arg(given: Arg, inside: bool = False) -> Arg:
+            if isinstance(given, tuple):
+                return tuple(arg(item, inside=True) for item in given)
+            whole = inside and isinstance(given, int) and not isinstance(given, bool)
+            return smaller if whole and given == size else given
+
+        return replace(
+            self,
+            args=tuple(arg(given) for given in self.args),
+            kwargs=tuple((name, arg(given)) for name, given in self.kwargs),
+            tensors={key: _resized(tensor, size, smaller) for key, tensor in self.tensors.items()},
+            outputs=tuple(tensor and _resized(tensor, size, smaller) for tensor in self.outputs),
+            maker=self.maker and self.maker.resized(size, smaller),
+        )
+
+    def is_consistent(self) -> bool:
+        """Whether the op accepts these arguments and makes outputs of these shapes."""
+        with FakeTensorMode():
+            try:
+                made = list(tensors_in(self._run(*self.prepare(torch.device("cpu"), fill=False))))
+            except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+                return False  # the op itself refuses these sizes, which is what was asked
+        return [tuple(tensor.shape) for tensor in made] == [tensor.shape for tensor in self.made]
+
+    def prepare(self, device: torch.device, fill: bool = True) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments for a run: fresh tensors of the right shapes and strides, with harmless contents."""
+        made = self._left_by_maker(device, fill)
+        for key, tensor in self.tensors.items():
+            if key not in made:
+                made[key] = _scratch(tensor, device, fill)
+
+        def real(arg: Arg) -> Any:
+            if isinstance(arg, Ref):
+                return made[arg.tensor]
+            if isinstance(arg, Symbol):
+                return _symbol(arg, device)
+            return [real(item) for item in arg] if isinstance(arg, tuple) else arg
+
+        return [real(arg) for arg in self.args], {name: real(arg) for name, arg in self.kwargs}
+
+    def _left_by_maker(self, device: torch.device, fill: bool) -> dict[int, torch.Tensor]:
+        if self.maker is None:
+            return {}
+        results = tree_leaves(self.maker._run(*self.maker.prepare(device, fill)))
+        pairs = zip(self.maker.outputs, results, strict=True)
+        return {tensor.id: real for tensor, real in pairs if tensor is not None and tensor.id in self.tensors}
+
+    def _run(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return resolve(self.target)(*args, **kwargs)
+
+
+def resolve(target: str) -> Any:
+    """`torch.ops.aten.relu.default` for 'aten.relu.default'."""
+    found: Any = torch.ops
+    for name in target.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _resized(tensor: Tensor, size: int, smaller: int) -> Tensor:
+    """`tensor` with extents of `size` made `smaller`, dense in the same order of strides."""
+    shape = tuple(smaller if extent == size else extent for extent in tensor.shape)
+    if shape == tensor.shape:
+        return tensor
+    stride = [0] * len(shape)
+    step = 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (tensor.stride[axis], -axis)):
+        if tensor.stride[axis]:
+            stride[axis] = step
+            step *= shape[axis]
+    return replace(tensor, shape=shape, stride=tuple(stride), offset=0)
+
+
+def _scratch(tensor: Tensor, device: torch.device, fill: bool) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    made = torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype, device=device)
+    if fill and made.numel():
+        # through the storage: a tensor that overlaps itself (expanded) cannot be filled directly
+        flat = torch.empty(0, dtype=dtype, device=device).set_(made.untyped_storage())
+        # zero is a valid index, target, seed and boolean; floats must not be all equal or all zero
+        flat.uniform_(0.1, 1.0) if dtype.is_floating_point else flat.zero_()
+    return made
+
+
+def _symbol(symbol: Symbol, device: torch.device) -> Any:
+    if symbol.kind == "device":
+        return device
+    if symbol.kind == "object":
+        raise TypeError(f"an argument of type {symbol.text} cannot be made up")
+    return getattr(torch, symbol.text)
+
+
+# Running --------------------------------------------------------------------------------------------
+
+
+class Failure(Exception):
+    """A kernel did not run on made-up arguments."""
+
+
+def measure_calls(calls: Sequence[Call], device: torch.device) -> Iterator[Cost | Failure]:
+    """Run each call on `device` and yield what it took, in order.
+
+    Gradients are on, as in training: recurrent layers leave bytes for their backward only then. No
+    argument requires them, so nothing is recorded.
+    """
+    if device.type == "cuda":
+        return (_measure_on_cuda(call, device) for call in calls)
+    return _measure_on_cpu(calls)
+
+
+def _attempt(call: Call, device: torch.device) -> tuple[Any, list[Any], dict[str, Any]] | Failure:
+    """Resolve, prepare and run once, so that what libraries set up on first use is out of the way."""
+    try:
+        func = resolve(call.target)
+        args, kwargs = call.prepare(device)
+        func(*args, **kwargs)
+    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, IndexError) as error:
+        return Failure(f"{call.target}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+    return func, args, kwargs
+
+
+def _output_bytes(args: list[Any], kwargs: dict[str, Any], result: Any) -> tuple[int, ...]:
+    given = {storage_key(tensor) for tensor in tensors_in(args, kwargs)}
+    made = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_in(result)}
+    return tuple(size for key, size in made.items() if key not in given)
+
+
+def _measure_on_cpu(calls: Sequence[Call]) -> Iterator[Cost | Failure]:
+    """All calls under one recording, each marked, since starting a recording costs more than most ops."""
+    results: list[tuple[float, tuple[int, ...]] | Failure] = []
+    with torch.enable_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+        for position, call in enumerate(calls):
+            ready = _attempt(call, torch.device("cpu"))
+            if isinstance(ready, Failure):
+                results.append(ready)
+                continue
+            func, args, kwargs = ready
+            with record_function(f"lowtide {position}"):
+                result = func(*args, **kwargs)
+            outputs = _output_bytes(args, kwargs, result)
+            del result
+            results.append((min(_seconds(func, args, kwargs) for _ in range(_TIMED_RUNS)), outputs))
+    workspaces = _workspaces(recording)
+    for position, found in enumerate(results):
+        if isinstance(found, Failure):
+            yield found
+        else:
+            seconds, outputs = found
+            yield Cost(max(0, workspaces[position] - sum(outputs)), seconds, outputs)
+
+
+def _seconds(func: Any, args: list[Any], kwargs: dict[str, Any]) -> float:
+    start = time.perf_counter()
+    func(*args, **kwargs)
+    return time.perf_counter() - start
+
+
+def _workspaces(recording: Any) -> dict[int, int]:
+    """The most bytes held at once within each marked range."""
+    tree: list[_ProfilerEvent] = recording.profiler.kineto_results.experimental_event_tree()
+    blocks = cpu_blocks(tree)
+    times = [block.time_ns for block in blocks]
+    found: dict[int, int] = {}
+    for mark in _marks(tree):
+        first = bisect.bisect_left(times, mark.start_time_ns)
+        last = bisect.bisect_right(times, mark.end_time_ns)
+        found[int(mark.name.split()[1])] = max(growth(blocks[first:last]))
+    return found
+
+
+def _marks(tree: Sequence[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+    pending = list(tree)
+    while pending:
+        event = pending.pop()
+        if event.tag == _EventType.TorchOp and event.name.startswith("lowtide "):
+            yield event
+        else:
+            pending.extend(event.children)
+
+
+def _measure_on_cuda(call: Call, device: torch.device) -> Cost | Failure:
+    with torch.enable_grad(), torch.cuda.device(device):
+        ready = _attempt(call, device)
+        if isinstance(ready, Failure):
+            return ready
+        func, args, kwargs = ready
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = func(*args, **kwargs)
+        peak = torch.cuda.max_memory_allocated()
+        outputs = _output_bytes(args, kwargs, result)
+        del result
+        held = sum(map(allocator_of("cuda").held, outputs))
+        return Cost(max(0, peak - before - held), _cuda_seconds(func, args, kwargs), outputs)
+
+
+def _cuda_seconds(func: Any, args: list[Any], kwargs: dict[str, Any]) -> float:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_RUNS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        func(*args, **kwargs)
+        mark.record()
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(end) for start, end in pairwise(marks)]
+    return float(min(times)) / 1e3

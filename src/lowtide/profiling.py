@@ -1,0 +1,275 @@
+"""Costs for a graph: every distinct op is run once on the real device, or looked up.
+
+An op that is too large for the caps is run at two smaller sizes and extrapolated, and marked so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack, overload
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.building import arguments_of
+from lowtide.costs import Cost, CostCache, signature
+from lowtide.errors import BadRequest, DeviceMissing
+from lowtide.graph import Graph, Op, Role, Value
+from lowtide.kernels import Call, Failure, measure_calls
+from lowtide.libraries import library_bytes
+from lowtide.tracing import Trace
+
+Progress = Callable[[int, int], None]
+
+_CHUNK = 64  # calls measured under one recording on the CPU
+_FALLBACK_MEMORY_BYTES = 2 << 30
+_OPAQUE = "uint8"  # the dtype of bytes that only the kernel's own backward understands
+_FREE = "aten.lift_fresh.default"  # a constant in the user's code: its bytes are there, no kernel runs
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What a profile may take: bytes for one op's tensors, and seconds for one run of one op."""
+
+    op_bytes: int
+    op_seconds: float = 0.5
+
+
+class Options(TypedDict, total=False):
+    """What `profile` may be told."""
+
+    device: str | torch.device | None
+    cache: Path | None
+    caps: Caps | None
+    progress: Progress | None
+
+
+def default_cache_path() -> Path:
+    """Where costs are kept unless told otherwise."""
+    return Path.home() / ".cache" / "lowtide" / "costs.sqlite"
+
+
+@overload
+def profile(traced: Graph, **options: Unpack[Options]) -> Graph: ...
+@overload
+def profile(traced: Trace, **options: Unpack[Options]) -> Trace: ...
+def profile(traced: Graph | Trace, **options: Unpack[Options]) -> Graph | Trace:
+    """Return `traced` (a graph, or a trace) with workspace bytes and seconds for every op.
+
+    Each distinct (op, shapes, strides, dtypes, arguments) runs a few times on scratch tensors on
+    `device`, by default the graph's own; nothing of the model is touched, and random streams are left
+    as they were. Where a kernel's real outputs are larger or smaller than predicted (opaque reserves of
+    cuDNN, say), the values are corrected. Costs are kept in `cache` and looked up there first.
+
+    Ops above `caps` are measured at smaller sizes and extrapolated linearly (`op.extrapolated`). Ops
+    whose kernel cannot be run on made-up arguments keep a cost of zero and are named in `graph.notes`.
+
+    Raises:
+        DeviceMissing: the device is not on this machine.
+    """
+    if isinstance(traced, Trace):
+        return replace(traced, graph=_profile_graph(traced.graph, **options))
+    return _profile_graph(traced, **options)
+
+
+def _profile_graph(
+    graph: Graph,
+    device: str | torch.device | None = None,
+    cache: Path | None = None,
+    caps: Caps | None = None,
+    progress: Progress | None = None,
+) -> Graph:
+    where = torch.device(device if device is not None else graph.device)
+    if where.type not in ("cpu", "cuda"):
+        raise BadRequest(f"cannot profile on '{where}'; lowtide profiles on cpu and cuda")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceMissing(str(where), "profile")
+    store = CostCache(cache or default_cache_path(), environment(where))
+    with _disable_current_modes(), torch.random.fork_rng():
+        costs, failures = _costs_of(graph, where, store, caps or _default_caps(where), progress)
+        library = library_bytes(graph, where)
+    priced = with_costs(graph, costs, profiled_on=device_name(where), library=library)
+    return replace(priced, notes=(*priced.notes, *_failure_notes(failures)))
+
+
+def with_costs(graph: Graph, costs: Mapping[str, Cost], *, profiled_on: str, library: int = 0) -> Graph:
+    """`graph` with the costs that are known for its ops; the others keep theirs."""
+    values = list(graph.values)
+    ops: list[Op] = []
+    for op in graph.ops:
+        cost = costs.get(signature(op, graph))
+        if cost is None:
+            ops.append(op)
+            continue
+        ops.append(
+            replace(
+                op,
+                workspace_bytes=cost.workspace_bytes,
+                seconds=cost.seconds,
+                extrapolated=cost.extrapolated,
+            )
+        )
+        if cost.output_bytes is not None and len(cost.output_bytes) == len(op.creates):
+            for value, size in zip(op.creates, cost.output_bytes, strict=True):
+                values[value] = replace(values[value], bytes=size)
+    if library:
+        values.append(
+            Value(len(values), library, Role.LIBRARY, "workspaces that libraries keep", "", graph.device)
+        )
+    return replace(graph, ops=tuple(ops), values=tuple(values), profiled_on=profiled_on)
+
+
+def environment(device: torch.device) -> str:
+    """Everything besides an op's signature that decides which kernel runs and what it takes."""
+    backends = torch.backends
+    facts: dict[str, Any] = {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+    }
+    if device.type == "cuda":
+        facts |= {
+            "cuda": torch.version.cuda,
+            "cudnn": backends.cudnn.version(),
+            "cudnn flags": [backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic],
+            "tf32": [backends.cuda.matmul.fp32_precision, backends.cudnn.fp32_precision],
+        }
+    else:
+        facts |= {
+            "threads": torch.get_num_threads(),
+            "capability": backends.cpu.get_cpu_capability(),
+            "mkldnn": [backends.mkldnn.enabled, backends.mkldnn.deterministic],
+        }
+    return json.dumps(facts, sort_keys=True)
+
+
+def device_name(device: torch.device) -> str:
+    """'NVIDIA H200' or 'cpu'."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _default_caps(device: torch.device) -> Caps:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return Caps(op_bytes=int(free * 0.45), op_seconds=10.0)  # workspaces may need as much again
+    return Caps(op_bytes=_FALLBACK_MEMORY_BYTES)
+
+
+def _costs_of(
+    graph: Graph, device: torch.device, store: CostCache, caps: Caps, progress: Progress | None
+) -> tuple[dict[str, Cost], list[Failure]]:
+    wanted: dict[str, Op] = {}
+    for op in graph.ops:
+        if (op.creates or op.mutates) and op.target != _FREE:
+            wanted.setdefault(signature(op, graph), op)
+    costs = store.get(wanted)
+    missing = [(key, call_of(op, graph)) for key, op in wanted.items() if key not in costs]
+    failures: list[Failure] = []
+    done = len(costs)
+    for chunk in _chunks(missing, _CHUNK):
+        fresh: dict[str, Cost] = {}
+        calls = [call for _, call in chunk]
+        for (key, _), cost in zip(chunk, _measure_within(calls, device, caps), strict=True):
+            if isinstance(cost, Failure):
+                failures.append(cost)
+            else:
+                fresh[key] = cost
+            done += 1
+            if progress is not None:
+                progress(done, len(wanted))
+        store.put(fresh)
+        costs.update(fresh)
+    return costs, failures
+
+
+def call_of(op: Op, graph: Graph) -> Call:
+    """The op as a call that can be made without its graph."""
+    arguments = arguments_of(op, graph)
+    makers = {graph.creator.get(tensor.value) for tensor in arguments if tensor.dtype == _OPAQUE}
+    maker = next((found for found in makers if found is not None), None)
+    return Call(
+        op.target,
+        op.args,
+        op.kwargs,
+        {tensor.id: tensor for tensor in arguments},
+        tuple(None if output is None else graph.tensors[output] for output in op.outputs),
+        None if maker is None else call_of(graph.ops[maker], graph),
+    )
+
+
+def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+# Caps -----------------------------------------------------------------------------------------------
+
+
+def _measure_within(calls: Sequence[Call], device: torch.device, caps: Caps) -> Iterator[Cost | Failure]:
+    """Measure calls in order; the small ones together, each large one by itself."""
+    small_bytes = 32 << 20 if device.type == "cpu" else caps.op_bytes
+    small = [call for call in calls if call.bytes <= small_bytes]
+    measured = iter(list(measure_calls(small, device)))
+    for call in calls:
+        yield next(measured) if call.bytes <= small_bytes else _measure_large(call, device, caps, small_bytes)
+
+
+def _measure_large(call: Call, device: torch.device, caps: Caps, small_bytes: int) -> Cost | Failure:
+    """A call that may exceed the caps: tried small first, in full if that promises to be quick enough."""
+    shrunk = _shrunk(call, min(small_bytes, caps.op_bytes))
+    if shrunk is None:
+        if call.bytes > caps.op_bytes:
+            return Failure(f"{call.target}: too large for this machine, and it cannot be made smaller")
+        return next(iter(measure_calls([call], device)))
+    size, half, quarter = shrunk
+    larger, smaller = measure_calls([call.resized(size, half), call.resized(size, quarter)], device)
+    if isinstance(larger, Failure) or isinstance(smaller, Failure):
+        return larger if isinstance(larger, Failure) else smaller
+    estimate = _extrapolated(larger, smaller, size, half, quarter)
+    if call.bytes <= caps.op_bytes and estimate.seconds <= caps.op_seconds:
+        return next(iter(measure_calls([call], device)))
+    return estimate
+
+
+def _shrunk(call: Call, most_bytes: int) -> tuple[int, int, int] | None:
+    """An extent of the call, and two smaller ones at which the op still works, the larger within the cap.
+
+    The batch is tried first: the leading extent of the largest tensor.
+    """
+    largest = max((*call.tensors.values(), *call.made), key=_elements)
+    for size in dict.fromkeys(largest.shape):
+        larger = int(size * most_bytes / call.bytes)
+        for half in sorted({max(2, larger), max(2, size // 4)}):
+            quarter = max(1, half // 2)
+            small = call.resized(size, half)
+            fits = half < size and small.bytes < call.bytes and small.bytes <= 4 * most_bytes
+            if fits and small.is_consistent() and call.resized(size, quarter).is_consistent():
+                return size, half, quarter
+    return None
+
+
+def _elements(tensor: Any) -> int:
+    count = 1
+    for extent in tensor.shape:
+        count *= extent
+    return count
+
+
+def _extrapolated(larger: Cost, smaller: Cost, size: int, half: int, quarter: int) -> Cost:
+    def line(at_half: float, at_quarter: float) -> float:
+        slope = (at_half - at_quarter) / (half - quarter)
+        return max(0.0, at_half + slope * (size - half))
+
+    return Cost(
+        workspace_bytes=round(line(larger.workspace_bytes, smaller.workspace_bytes)),
+        seconds=line(larger.seconds, smaller.seconds),
+        output_bytes=None,
+        extrapolated=True,
+    )
+
+
+def _failure_notes(failures: Sequence[Failure]) -> Iterator[str]:
+    return (f"could not be profiled, counted without workspace: {failure}" for failure in failures)

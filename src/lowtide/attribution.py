@@ -67,8 +67,9 @@ class Attribution:
             node = torch._C._current_autograd_node()
             return _NOWHERE if node is None else self._place_of(node)
         place = self._stack[-1] if self._stack else _NOWHERE
-        # The node of this op was numbered just before the op reached us.
-        self._place_of_node[torch.autograd._get_sequence_nr() - 1] = place  # type: ignore[attr-defined]
+        # The node of this op was numbered just before the op reached us. An op that makes no node (a
+        # counter that is increased, say) finds the number of the op before it taken, and leaves it.
+        self._place_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, place)  # type: ignore[attr-defined]
         return place
 
     def _place_of(self, node: Any) -> Place:

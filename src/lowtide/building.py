@@ -6,12 +6,11 @@ that carry shapes, strides and storages. Storages become values; views fold into
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lowtide.errors import CannotTrace
 from lowtide.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value, argument_tensors
@@ -44,9 +43,38 @@ def symbol_text(found: object) -> str:
     return str(found).removeprefix("torch.")
 
 
-def tensors_in(*trees: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested arguments, in order."""
-    return (leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor))
+def tensors_in(*nests: object) -> Iterator[torch.Tensor]:
+    """The tensors in an op's arguments or results, in order.
+
+    These nest lists, tuples and dicts only; a general tree walk would cost more than the op itself.
+    """
+    for nest in nests:
+        if isinstance(nest, torch.Tensor):
+            yield nest
+        elif isinstance(nest, list | tuple):
+            yield from tensors_in(*nest)
+        elif isinstance(nest, dict):
+            yield from tensors_in(*nest.values())
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> Any:
+    """An op's arguments or results with every tensor replaced."""
+    if isinstance(nest, torch.Tensor):
+        return change(nest)
+    if isinstance(nest, list | tuple):
+        return type(nest)([map_tensors(change, item) for item in nest])
+    if isinstance(nest, dict):
+        return {key: map_tensors(change, item) for key, item in nest.items()}
+    return nest
+
+
+def leaves(nest: object) -> Iterator[object]:
+    """Everything in an op's results that is not itself a list or tuple."""
+    if isinstance(nest, list | tuple):
+        for item in nest:
+            yield from leaves(item)
+    else:
+        yield nest
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -123,7 +151,7 @@ class GraphBuilder:
         Every tensor argument must belong to a value already. `ignored` are arguments that the kernel
         is handed but does not look at.
         """
-        outputs = [leaf for leaf in tree_leaves(result) if leaf is None or isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in leaves(result) if leaf is None or isinstance(leaf, torch.Tensor)]
         made = [tensor for tensor in outputs if tensor is not None]
         mutated = self._mutated(func, args, kwargs)
         if made and not mutated and all(self.value_of(tensor) is not None for tensor in made):

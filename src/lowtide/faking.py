@@ -73,16 +73,20 @@ class Twins:
         return twin
 
     def _view_of_storage(self, real: torch.Tensor, shared: bool) -> torch.Tensor:
-        key = int(real.untyped_storage()._cdata)
-        whole = self._by_storage.get(key)
-        if whole is None:
-            elements = real.untyped_storage().nbytes() // real.element_size()
-            whole = torch.empty(elements, dtype=real.dtype, device=self.device(real.device))
-            if shared:
-                self._by_storage[key] = whole
-        elif whole.dtype != real.dtype:
-            whole = whole.view(real.dtype)
-        return whole.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
+        storage = real.untyped_storage()
+        known = self._by_storage.get(int(storage._cdata))
+        where = self.device(real.device)
+        if known is not None:
+            whole = known if known.dtype == real.dtype else known.view(real.dtype)
+            return whole.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
+        if storage.nbytes() == real.numel() * real.element_size() and not real.storage_offset():
+            twin = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=where)
+        else:
+            whole = torch.empty(storage.nbytes() // real.element_size(), dtype=real.dtype, device=where)
+            twin = whole.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
+        if shared:
+            self._by_storage[int(storage._cdata)] = twin
+        return twin
 
 
 @contextmanager

@@ -13,24 +13,24 @@ import torch
 from torch._C._profiler import _EventType, _ProfilerEvent
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_leaves
 
-from lowtide.building import storage_key, tensors_in
+from lowtide.building import leaves, storage_key, tensors_in
 from lowtide.costs import Cost
 from lowtide.graph import Arg, Ref, Symbol, Tensor
 from lowtide.measurement import cpu_blocks, growth
 from lowtide.simulation import allocator_of
 from lowtide.validation import extent_bytes
 
-_TIMED_RUNS = 3
+_RUNS = 4
+_QUICK_SECONDS = 0.02  # what takes longer is run once: first-use overheads are lost in it
 
 
 @dataclass(frozen=True)
 class Call:
     """An op with the tensors it takes and makes, free of any graph; so it can be asked for at other sizes.
 
-    Some kernels leave opaque bytes for their backward (cuDNN's and oneDNN's recurrent layers). Such bytes
-    cannot be made up: `maker` is the call that leaves them, and its outputs are used as they come.
+    What a kernel leaves for its own backward (opaque reserves, seeds, indices) cannot be made up: a wrong
+    one crashes the process. `maker` is the forward call, and its outputs are used as they come.
     """
 
     target: str
@@ -73,7 +73,7 @@ class Call:
         with FakeTensorMode():
             try:
                 made = list(tensors_in(self._run(*self.prepare(torch.device("cpu"), fill=False))))
-            except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+            except _REFUSALS:
                 return False  # the op itself refuses these sizes, which is what was asked
         return [tuple(tensor.shape) for tensor in made] == [tensor.shape for tensor in self.made]
 
@@ -96,9 +96,13 @@ class Call:
     def _left_by_maker(self, device: torch.device, fill: bool) -> dict[int, torch.Tensor]:
         if self.maker is None:
             return {}
-        results = tree_leaves(self.maker._run(*self.maker.prepare(device, fill)))
+        results = leaves(self.maker._run(*self.maker.prepare(device, fill)))
         pairs = zip(self.maker.outputs, results, strict=True)
-        return {tensor.id: real for tensor, real in pairs if tensor is not None and tensor.id in self.tensors}
+        return {
+            tensor.id: real
+            for tensor, real in pairs
+            if tensor is not None and tensor.id in self.tensors and isinstance(real, torch.Tensor)
+        }
 
     def _run(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return resolve(self.target)(*args, **kwargs)
@@ -148,6 +152,10 @@ def _symbol(symbol: Symbol, device: torch.device) -> Any:
 # Running --------------------------------------------------------------------------------------------
 
 
+_MARK = "lowtide call "
+_REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError)
+
+
 class Failure(Exception):
     """A kernel did not run on made-up arguments."""
 
@@ -163,15 +171,16 @@ def measure_calls(calls: Sequence[Call], device: torch.device) -> Iterator[Cost 
     return _measure_on_cpu(calls)
 
 
-def _attempt(call: Call, device: torch.device) -> tuple[Any, list[Any], dict[str, Any]] | Failure:
-    """Resolve, prepare and run once, so that what libraries set up on first use is out of the way."""
+def _ready(call: Call, device: torch.device) -> tuple[Any, list[Any], dict[str, Any]] | Failure:
     try:
-        func = resolve(call.target)
-        args, kwargs = call.prepare(device)
-        func(*args, **kwargs)
-    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, IndexError) as error:
-        return Failure(f"{call.target}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
-    return func, args, kwargs
+        return resolve(call.target), *call.prepare(device)
+    except _REFUSALS as error:
+        return _failure(call, error)
+
+
+def _failure(call: Call, error: BaseException) -> Failure:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return Failure(f"{call.target}: {reason}")
 
 
 def _output_bytes(args: list[Any], kwargs: dict[str, Any], result: Any) -> tuple[int, ...]:
@@ -185,16 +194,7 @@ def _measure_on_cpu(calls: Sequence[Call]) -> Iterator[Cost | Failure]:
     results: list[tuple[float, tuple[int, ...]] | Failure] = []
     with torch.enable_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         for position, call in enumerate(calls):
-            ready = _attempt(call, torch.device("cpu"))
-            if isinstance(ready, Failure):
-                results.append(ready)
-                continue
-            func, args, kwargs = ready
-            with record_function(f"lowtide {position}"):
-                result = func(*args, **kwargs)
-            outputs = _output_bytes(args, kwargs, result)
-            del result
-            results.append((min(_seconds(func, args, kwargs) for _ in range(_TIMED_RUNS)), outputs))
+            results.append(_run_marked(call, f"{_MARK}{position}"))
     workspaces = _workspaces(recording)
     for position, found in enumerate(results):
         if isinstance(found, Failure):
@@ -204,10 +204,26 @@ def _measure_on_cpu(calls: Sequence[Call]) -> Iterator[Cost | Failure]:
             yield Cost(max(0, workspaces[position] - sum(outputs)), seconds, outputs)
 
 
-def _seconds(func: Any, args: list[Any], kwargs: dict[str, Any]) -> float:
-    start = time.perf_counter()
-    func(*args, **kwargs)
-    return time.perf_counter() - start
+def _run_marked(call: Call, mark: str) -> tuple[float, tuple[int, ...]] | Failure:
+    """Seconds of the quickest run, and the bytes it leaves. Each run is marked; the last one counts."""
+    ready = _ready(call, torch.device("cpu"))
+    if isinstance(ready, Failure):
+        return ready
+    func, args, kwargs = ready
+    quickest, outputs = float("inf"), ()
+    for _ in range(_RUNS):
+        try:
+            with record_function(mark):
+                start = time.perf_counter()
+                result = func(*args, **kwargs)
+                seconds = time.perf_counter() - start
+        except _REFUSALS as error:
+            return _failure(call, error)
+        quickest, outputs = min(quickest, seconds), _output_bytes(args, kwargs, result)
+        del result
+        if seconds > _QUICK_SECONDS:
+            break
+    return quickest, outputs
 
 
 def _workspaces(recording: Any) -> dict[int, int]:
@@ -216,10 +232,10 @@ def _workspaces(recording: Any) -> dict[int, int]:
     blocks = cpu_blocks(tree)
     times = [block.time_ns for block in blocks]
     found: dict[int, int] = {}
-    for mark in _marks(tree):
+    for mark in sorted(_marks(tree), key=lambda event: event.start_time_ns):
         first = bisect.bisect_left(times, mark.start_time_ns)
         last = bisect.bisect_right(times, mark.end_time_ns)
-        found[int(mark.name.split()[1])] = max(growth(blocks[first:last]))
+        found[int(mark.name.removeprefix(_MARK))] = max(growth(blocks[first:last]))
     return found
 
 
@@ -227,7 +243,7 @@ def _marks(tree: Sequence[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
     pending = list(tree)
     while pending:
         event = pending.pop()
-        if event.tag == _EventType.TorchOp and event.name.startswith("lowtide "):
+        if event.tag == _EventType.TorchOp and event.name.startswith(_MARK):
             yield event
         else:
             pending.extend(event.children)
@@ -235,27 +251,31 @@ def _marks(tree: Sequence[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
 
 def _measure_on_cuda(call: Call, device: torch.device) -> Cost | Failure:
     with torch.enable_grad(), torch.cuda.device(device):
-        ready = _attempt(call, device)
+        ready = _ready(call, device)
         if isinstance(ready, Failure):
             return ready
         func, args, kwargs = ready
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        result = func(*args, **kwargs)
-        peak = torch.cuda.max_memory_allocated()
+        try:
+            func(*args, **kwargs)  # what libraries take on first use and keep is out of the way after this
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+            torch.cuda.reset_peak_memory_stats()
+            result = func(*args, **kwargs)
+            peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        except _REFUSALS as error:
+            return _failure(call, error)
         outputs = _output_bytes(args, kwargs, result)
         del result
-        held = sum(map(allocator_of("cuda").held, outputs))
-        return Cost(max(0, peak - before - held), _cuda_seconds(func, args, kwargs), outputs)
+        # requested, not allocated: the latter depends on which cached block happened to be free
+        workspace = allocator_of("cuda").held(max(0, peak - before - sum(outputs)))
+        return Cost(workspace, _cuda_seconds(func, args, kwargs), outputs)
 
 
 def _cuda_seconds(func: Any, args: list[Any], kwargs: dict[str, Any]) -> float:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_RUNS + 1)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_RUNS)]
     marks[0].record()
     for mark in marks[1:]:
         func(*args, **kwargs)
         mark.record()
     torch.cuda.synchronize()
-    times = [start.elapsed_time(end) for start, end in pairwise(marks)]
-    return float(min(times)) / 1e3
+    return float(min(start.elapsed_time(end) for start, end in pairwise(marks))) / 1e3

@@ -26,7 +26,6 @@ Progress = Callable[[int, int], None]
 
 _CHUNK = 64  # calls measured under one recording on the CPU
 _FALLBACK_MEMORY_BYTES = 2 << 30
-_OPAQUE = "uint8"  # the dtype of bytes that only the kernel's own backward understands
 _FREE = "aten.lift_fresh.default"  # a constant in the user's code: its bytes are there, no kernel runs
 
 
@@ -35,7 +34,7 @@ class Caps:
     """What a profile may take: bytes for one op's tensors, and seconds for one run of one op."""
 
     op_bytes: int
-    op_seconds: float = 0.5
+    op_seconds: float = 0.25
 
 
 class Options(TypedDict, total=False):
@@ -189,16 +188,25 @@ def _costs_of(
 def call_of(op: Op, graph: Graph) -> Call:
     """The op as a call that can be made without its graph."""
     arguments = arguments_of(op, graph)
-    makers = {graph.creator.get(tensor.value) for tensor in arguments if tensor.dtype == _OPAQUE}
-    maker = next((found for found in makers if found is not None), None)
+    forward = _forward_of(op, graph)
     return Call(
         op.target,
         op.args,
         op.kwargs,
         {tensor.id: tensor for tensor in arguments},
         tuple(None if output is None else graph.tensors[output] for output in op.outputs),
-        None if maker is None else call_of(graph.ops[maker], graph),
+        None if forward is None else call_of(forward, graph),
     )
+
+
+def _forward_of(op: Op, graph: Graph) -> Op | None:
+    """The op that left its results for this one: `aten.native_dropout` for `aten.native_dropout_backward`."""
+    name = op.target.split(".")[1]
+    if not name.endswith("_backward"):
+        return None
+    creators = (graph.creator.get(tensor.value) for tensor in arguments_of(op, graph))
+    found = (graph.ops[creator] for creator in creators if creator is not None)
+    return next((made for made in found if made.target.split(".")[1] == name.removesuffix("_backward")), None)
 
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

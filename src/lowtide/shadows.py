@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtide.building import tensors_in
+from lowtide.building import leaves, map_tensors, tensors_in
 
 _MOST_ELEMENTS = 1 << 20  # beyond this, following would cost time and memory of its own
 
@@ -35,6 +34,8 @@ class Shadows:
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The real result of an op, or None if some of its inputs are not known."""
         given = list(tensors_in(args, kwargs))
+        if given and not any(tensor in self._real for tensor in given):
+            return None
         if func._schema.is_mutable:
             for tensor in given:
                 self._real.pop(tensor, None)
@@ -44,7 +45,7 @@ class Shadows:
         if not given and not _makes_integers(func, args, kwargs):
             return None
         numbers: dict[str, Any] = dict(kwargs)
-        args, numbers = tree_map_only(torch.Tensor, lambda fake: self._real[fake], (args, numbers))
+        args, numbers = map_tensors(lambda fake: self._real[fake], (args, numbers))
         if "device" in numbers:
             numbers["device"] = torch.device("cpu")
         with _disable_current_modes(), torch.no_grad():
@@ -52,8 +53,8 @@ class Shadows:
 
     def pair(self, fakes: object, reals: object) -> None:
         """Remember the results of an op."""
-        for fake, real in zip(tree_leaves(fakes), tree_leaves(reals), strict=True):
-            if isinstance(fake, torch.Tensor):
+        for fake, real in zip(leaves(fakes), leaves(reals), strict=True):
+            if isinstance(fake, torch.Tensor) and isinstance(real, torch.Tensor):
                 self.remember(fake, real)
 
 

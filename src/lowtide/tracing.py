@@ -23,11 +23,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from lowtide.accumulation import Accumulation
 from lowtide.attribution import Attribution
-from lowtide.building import GraphBuilder, storage_key, tensors_in
+from lowtide.building import GraphBuilder, map_tensors, storage_key, tensors_in
 from lowtide.errors import BadRequest, CannotTrace
 from lowtide.faking import Resident, Twins, faked, is_real, unnoticed_by_transformers
 from lowtide.graph import Graph, Origin, Phase, Role
@@ -172,15 +171,19 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if isinstance(kwargs.get("device"), torch.device):  # may name the home of a tensor that has a twin
+            kwargs["device"] = self.twins.device(kwargs["device"])
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func is aten.lift_fresh.default:  # a constant written in the user's code, made on the spot
             return self._record(func, (), {}, func(*args, **kwargs))
         if self.follow.phase() is Phase.BACKWARD and self.accumulation.in_place(func, args, kwargs):
             func = aten.add_.Tensor
-        args, kwargs = tree_map_only(torch.Tensor, self._twin, (args, kwargs))
-        self._register_residents()
+        if any(is_real(tensor) for tensor in tensors_in(args, kwargs)):
+            args, kwargs = map_tensors(self._twin, (args, kwargs))
+        if self.twins.pending:
+            self._register_residents()
         return self._record(func, args, kwargs, self._run(func, args, kwargs))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -197,7 +200,7 @@ class _Recorder(TorchDispatchMode):
                     f"{current_line()}"
                 ) from None
             device = next(tensors_in(args, kwargs)).device
-            result = tree_map_only(torch.Tensor, partial(torch.empty_like, device=device), numbers)
+            result = map_tensors(partial(torch.empty_like, device=device), numbers)
         if numbers is not None:
             self.shadows.pair(result, numbers)
         return result

@@ -32,7 +32,12 @@ def line_of(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     if not frames:
         return "an unknown line"
-    return _describe(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name)
+    return described(frames[-1])
+
+
+def described(frame: traceback.FrameSummary) -> str:
+    """A line of a traceback, in the same words."""
+    return _describe(frame.filename, frame.lineno or 0, frame.name)
 
 
 def shortened(error: BaseException) -> str:

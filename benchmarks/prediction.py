@@ -1,0 +1,172 @@
+"""How well is the peak of a training step predicted before it runs?
+
+    python benchmarks/prediction.py measure -o measured.json     on the machine with the GPU
+    python benchmarks/prediction.py predict -o predicted.json    on a machine without one
+    python benchmarks/prediction.py table measured.json predicted.json -o prediction-DATE.md
+
+`measure` runs each row in a process of its own: dry run, profile, then two real steps and a third under
+the allocator's statistics. `predict` does the dry run alone, for CUDA, by lowtide's device rules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rows import ROWS, Row
+
+from lowtide.files import write_text
+from lowtide.measurement import measure
+from lowtide.profiling import profile
+from lowtide.tracing import Trace, dry_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("measure", "predict"):
+        command = commands.add_parser(name)
+        command.add_argument("-o", "--output", type=Path, required=True)
+        command.add_argument("--row", type=int, help="this row only, in this process")
+        command.add_argument("--cache", type=Path, help="where profiled costs are kept")
+    table = commands.add_parser("table")
+    table.add_argument("files", nargs=2, type=Path)
+    table.add_argument("-o", "--output", type=Path, required=True)
+    chosen = parser.parse_args()
+    if chosen.command == "table":
+        documents = [json.loads(path.read_text()) for path in chosen.files]
+        write_text(chosen.output, render(*documents))
+    elif chosen.row is not None:
+        work = measured_row if chosen.command == "measure" else predicted_row
+        print(json.dumps(work(ROWS[chosen.row], chosen.cache)))
+    else:
+        rows = [row_in_own_process(chosen, index) for index in range(len(ROWS))]
+        write_text(chosen.output, json.dumps({"machine": machine(), "rows": rows}, indent=1))
+
+
+def row_in_own_process(chosen: argparse.Namespace, index: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, chosen.command, "-o", "-", "--row", str(index)]
+    command += ["--cache", str(chosen.cache)] if chosen.cache else []
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"row {index} ({ROWS[index].name}) failed")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(
+        f"{found['name']:32s} "
+        + " ".join(
+            f"{key} {value / 2**20:,.1f}" for key, value in found.items() if key.endswith("_bytes") and value
+        ),
+        file=sys.stderr,
+    )
+    return found
+
+
+def measured_row(row: Row, cache: Path | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model, step = row.build()
+    start = time.perf_counter()
+    trace = dry_run(step, model=model)
+    traced = time.perf_counter()
+    bare = trace.peak_bytes
+    trace = profile(trace, cache=cache)
+    profiled = time.perf_counter()
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        step()
+        model.zero_grad(set_to_none=True)
+    reading = measure(step)
+    model.zero_grad(set_to_none=True)
+    seconds = measure(step, timed=3).seconds
+    return {
+        **described(row, trace),
+        "measured_bytes": reading.peak_bytes,
+        "measured_resident_bytes": reading.resident_bytes,
+        "reserved_bytes": reading.reserved_bytes,
+        "without_workspace_bytes": bare,
+        "step_seconds": seconds,
+        "op_seconds": sum(op.seconds for op in trace.graph.ops),
+        "dry_run_seconds": traced - start,
+        "profile_seconds": profiled - traced,
+    }
+
+
+def predicted_row(row: Row, cache: Path | None) -> dict[str, Any]:
+    from lowtide.rules import price
+
+    with torch.device("meta"):
+        model, step = row.build()
+    start = time.perf_counter()
+    trace = dry_run(step, model=model, device="cuda")
+    trace = replace(trace, graph=price(trace.graph))
+    return {**described(row, trace), "dry_run_seconds": time.perf_counter() - start}
+
+
+def described(row: Row, trace: Trace) -> dict[str, Any]:
+    timeline = trace.timeline
+    assert timeline.peak_op is not None
+    return {
+        "name": row.name,
+        "ops": len(trace.graph.ops),
+        "predicted_bytes": timeline.peak_bytes,
+        "predicted_resident_bytes": timeline.resident_bytes,
+        "peak_op": timeline.peak_op.label,
+        "peak_workspace_bytes": timeline.peak_op.workspace_bytes,
+        "categories": {str(category): size for category, size in timeline.categories.items()},
+        "notes": list(trace.graph.notes),
+    }
+
+
+def machine() -> dict[str, str]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit or "unknown",
+        "seed": "0",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def render(measured: dict[str, Any], predicted: dict[str, Any]) -> str:
+    """The two runs as a Markdown table. Errors are of the part that is not resident."""
+    there, here = measured["machine"], predicted["machine"]
+    lines = [
+        f"# Predicted against measured peak, {there['date']}",
+        "",
+        f"Measured on one {there['device']}, torch {there['torch']}, Python {there['python']}. Predicted *there* "
+        f"with a profile taken on it, and *elsewhere* on a machine without any GPU (torch {here['torch']}).",
+        "One training step in eager PyTorch, everything kept, gradients from None, no optimizer. MiB. "
+        "Errors are in per cent of the part that is not resident.",
+        "",
+        "| step | ops | measured | predicted there | error | predicted elsewhere | error | reserved | op at the peak |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for real, guess in zip(measured["rows"], predicted["rows"], strict=True):
+        growth = real["measured_bytes"] - real["measured_resident_bytes"]
+        cells = [real["name"], str(real["ops"]), mib(real["measured_bytes"])]
+        for found in (real, guess):
+            error = (found["predicted_bytes"] - real["measured_bytes"]) / growth
+            cells += [mib(found["predicted_bytes"]), f"{100 * error:+.2f} %"]
+        cells += [mib(real["reserved_bytes"]), real["peak_op"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def mib(count: int) -> str:
+    return f"{count / 2**20:,.1f}"
+
+
+if __name__ == "__main__":
+    main()

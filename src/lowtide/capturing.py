@@ -1,0 +1,408 @@
+"""The capture: forward and backward of a model as graphs that may be rearranged.
+
+Dynamo and AOTAutograd turn the step into graphs. These are not compiled but run, on fake tensors and op by
+op, by the real autograd engine; a dispatch mode writes down what runs. So what flows from one graph into
+the next, in either direction, is known by its storage, and what runs between graphs is seen as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
+
+from lowtide.accumulation import Accumulation
+from lowtide.building import GraphBuilder, storage_key, tensors_in
+from lowtide.errors import BadRequest, CannotCapture, LowtideError
+from lowtide.faking import Resident, Twins, faked, unnoticed_by_transformers
+from lowtide.graph import Graph, Origin, Phase, Role
+from lowtide.rules import cuda_rules
+from lowtide.sections import OUTSIDE, Eagerly, Modules, Sections, Spot, settings
+from lowtide.tracing import _home_of, _target_device, _twin_device
+from lowtide.userlines import current_line, described, is_users, line_of
+
+aten = torch.ops.aten
+Loss = Callable[[Any], torch.Tensor]
+
+# Backward kernels that are handed the running statistics and look at them in evaluation only: positions
+# of the statistics, and of the flag for training (None: the kernel serves training alone).
+_STATISTICS_IGNORED: Mapping[Any, tuple[slice, int | None]] = {
+    aten.native_batch_norm_backward.default: (slice(3, 5), 7),
+    aten.batch_norm_backward.default: (slice(3, 5), 7),
+    aten.cudnn_batch_norm_backward.default: (slice(3, 5), None),
+    aten.miopen_batch_norm_backward.default: (slice(3, 5), None),
+}
+
+
+def capture(
+    model: nn.Module,
+    example: tuple[Any, ...] | Mapping[str, Any] | torch.Tensor,
+    loss: Loss | None = None,
+    *,
+    device: str | torch.device | None = None,
+    name: str | None = None,
+) -> Graph:
+    """Capture the forward and backward of `model` as one graph, without computing anything.
+
+    `example` is a tuple of arguments, a dict of keyword arguments or a single tensor. `loss` makes one
+    number of the model's output. Without it the output must be that number, or carry it as `.loss`,
+    as `["loss"]` or as its first element; failing that, the gradients of the outputs are taken to be
+    given, and are resident. Neither `.grad` nor the optimizer plays a part: the graph is of a first step.
+
+    The straight schedule of the graph holds what running the captured graphs holds that keep everything,
+    except for workspaces, which a profile adds. Where Dynamo breaks the step into several graphs, ops say
+    in `section` which one is theirs. What runs between them is written down too, with section -1: it is
+    part of the step but cannot be rearranged. `graph.notes` name the user's lines where that happens.
+
+    Model and example may be real, or on the meta device; they are left as they were, also after an error.
+    Dynamo's caches are emptied: functions compiled before will be compiled again when next called.
+
+    Raises:
+        CannotCapture: the path taken depends on numbers, or the model, Dynamo or AOTAutograd fails; the
+            message names the user's line.
+        BadRequest: nothing in the output depends on a parameter that requires gradients.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    target = _target_device([model], device)
+    imitating = target.type == "cuda" and not torch.cuda.is_available()
+    physical = torch.device("cpu") if imitating else target
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    twins = Twins(mode, partial(_twin_device, home=_home_of([model]), target=physical))
+    relabel = {"cpu": str(target)} if imitating else {}
+    builder = GraphBuilder(name or type(model).__name__, Origin.JOINT, str(target), relabel)
+    recorder = _Recorder(builder, twins, model)
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(_fresh_dynamo())
+        stack.enter_context(faked(twins, [model, *_criteria(loss, model)], None))
+        args, kwargs = _fake_arguments(twins, model, example)
+        loss = stack.enter_context(_over_fakes(twins, loss))
+        stack.enter_context(unnoticed_by_transformers())
+        if imitating:
+            stack.enter_context(cuda_rules())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(mode)
+        stack.enter_context(recorder)
+        step = torch.compile(_forward, backend=recorder.sections.backend, dynamic=False)
+        with _explained():
+            output = step(model, loss, args, kwargs)
+        roots = _roots(output, loss)
+        with _explained():
+            torch.autograd.backward(roots, recorder.tangents(roots))
+        return recorder.finish(output)
+
+
+def _forward(model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    output = model(*args, **kwargs)
+    return output if loss is None else loss(output)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every op on its way to the fake kernels, and every storage when it dies."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, builder: GraphBuilder, twins: Twins, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        modules = Modules(model)
+        self.sections = Sections(modules)
+        self._builder = builder
+        self._twins = twins
+        self._eagerly = Eagerly(model, modules)
+        self._accumulation = Accumulation(twins.mode)
+        self._leaves: list[Resident] = []
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo steps aside for other modes than those of PyTorch's own machinery."""
+        return True
+
+    # Ops ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", "") == "prim":
+            return func(*args, **kwargs)
+        if not all(map(self._is_ours, tensors_in(args, kwargs))):
+            args, kwargs = tree_map_only(torch.Tensor, self._twin, (args, kwargs))
+        self._register_residents()
+        spot = self.sections.here or self._outside()
+        if spot.section == OUTSIDE and spot.phase is Phase.BACKWARD:
+            # in place where the engine would add so, were these not fakes
+            func = aten.add_.Tensor if self._accumulation.in_place(func, args, kwargs) else func
+        result = _run(func, args, kwargs)
+        self._record(func, args, kwargs, result, spot)
+        return result
+
+    def _outside(self) -> Spot:
+        phase = self._eagerly.phase()
+        return Spot(phase, *self._eagerly.place(phase), OUTSIDE)
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, spot: Spot
+    ) -> None:
+        op = self._builder.add_op(
+            func,
+            args,
+            kwargs,
+            result,
+            phase=spot.phase,
+            module=spot.module,
+            call=spot.call,
+            section=spot.section,
+            ignored=_ignored(func, args),
+        )
+        if op is None:
+            return
+        for tensor in tensors_in(result):
+            self._watch(tensor)
+            self._accumulation.made(storage_key(tensor))
+        if spot.section == OUTSIDE and spot.phase is Phase.FORWARD:
+            self.sections.notes[f"not captured, runs eagerly: {current_line()}"] = None
+
+    # Tensors ------------------------------------------------------------------------------------------
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._twins.mode
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake in place of a tensor that the model or the loss closes over."""
+        if self._is_ours(tensor):
+            return tensor
+        if tensor.requires_grad and self._twins.known(tensor) is None:
+            raise CannotCapture(
+                f"a tensor of shape {tuple(tensor.shape)} that requires gradients takes part in the step but "
+                "belongs neither to the model nor to the loss. Make it a parameter of the model."
+            )
+        return self._twins.of(tensor, Role.BATCH, f"constant {tuple(tensor.shape)}")
+
+    def tangents(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of `roots`, which are there before the step begins."""
+        found = []
+        for position, root in enumerate(roots):
+            with _disable_current_modes(), self._twins.mode:
+                found.append(torch.empty_like(root, requires_grad=False))
+            name = "gradient of the loss" if root.numel() == 1 else f"gradient of output {position}"
+            self._builder.add_value(found[-1], Role.BATCH, name)
+        return found
+
+    def _register_residents(self) -> None:
+        """Values for the twins made since the last look. They were there all along."""
+        for found in self._twins.pending:
+            if found.role is Role.GRADIENT:  # of an earlier step
+                continue
+            found.fake.grad = None
+            if self._builder.value_of(found.fake) is None:
+                self._builder.add_value(found.fake, found.role, found.name, found.module)
+                self._watch(found.fake)
+            if found.fake.requires_grad:
+                self._leaves.append(found)
+                self._eagerly.own({id(found.fake): found.module})
+        self._twins.pending.clear()
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(tensor.untyped_storage(), partial(self._died, key))
+
+    def _died(self, key: int, _: object) -> None:
+        del self._alive[key]
+        self._builder.forget(key)
+
+    # The graph ----------------------------------------------------------------------------------------
+
+    def finish(self, output: object) -> Graph:
+        """The graph of the step that returned `output`: whatever is alive now outlives the step."""
+        if not self.sections.count:
+            raise CannotCapture("Dynamo captured nothing. Is torch.compile disabled (TORCH_COMPILE_DISABLE)?")
+        for leaf in self._leaves:
+            gradient = None if leaf.fake.grad is None else self._builder.value_of(leaf.fake.grad)
+            if gradient is not None and self._builder.values[gradient].role is Role.INTERMEDIATE:
+                self._builder.set_role(gradient, Role.GRADIENT, f"{leaf.name}.grad", leaf.module)
+        self._builder.notes.update(self.sections.notes)
+        return self._builder.finish(set(self._builder._value_ids.values()))
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        raise CannotCapture(
+            f"the step depends on a number that only exists when it runs: {current_line()}. Choose with "
+            "torch.where, or decide outside of the model; lowtide.dry_run can follow steps that cannot be captured."
+        ) from None
+
+
+def _ignored(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Arguments that a kernel is handed but does not look at."""
+    where, training = _STATISTICS_IGNORED.get(func, (slice(0), None))
+    if training is not None and not args[training]:
+        return []
+    return list(tensors_in(args[where]))
+
+
+# Inputs -----------------------------------------------------------------------------------------------
+
+
+def _fake_arguments(twins: Twins, model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, torch.Tensor):
+        example = (example,)
+    if isinstance(example, Mapping):
+        return (), {key: _faked(twins, thing, str(key)) for key, thing in example.items()}
+    if not isinstance(example, tuple):
+        raise BadRequest(
+            f"the example is a {type(example).__name__}. "
+            "Give a tuple of the model's arguments, (images,), or a dict of its keyword arguments."
+        )
+    names = list(inspect.signature(model.forward).parameters)
+    names += [f"argument {position}" for position in range(len(names), len(example))]
+    return tuple(_faked(twins, thing, name) for thing, name in zip(example, names, strict=False)), {}
+
+
+def _faked(twins: Twins, tree: Any, name: str) -> Any:
+    """`tree` with fakes in place of its tensors, which are part of the batch."""
+
+    def twin(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        fake = twins.of(leaf, Role.BATCH, name + keystr(path))
+        return fake.requires_grad_(leaf.requires_grad)
+
+    return tree_map_with_path(twin, tree)
+
+
+def _captives(loss: Any) -> list[Any]:
+    """What a loss closes over."""
+    if isinstance(loss, partial):
+        return [*loss.args, *loss.keywords.values(), *_captives(loss.func)]
+    return [cell.cell_contents for cell in getattr(loss, "__closure__", None) or ()]
+
+
+def _criteria(loss: Any, model: nn.Module) -> list[nn.Module]:
+    """Modules that the loss is or uses, and that are no part of the model."""
+    own = set(map(id, model.modules()))
+    found = (thing for thing in (loss, *_captives(loss)) if isinstance(thing, nn.Module))
+    return [module for module in found if id(module) not in own]
+
+
+@contextmanager
+def _over_fakes(twins: Twins, loss: Any) -> Iterator[Any]:
+    """`loss` with fakes in place of the tensors it closes over."""
+    if isinstance(loss, partial):
+        with _over_fakes(twins, loss.func) as func:
+            args = [_faked(twins, thing, "target") for thing in loss.args]
+            keywords = {key: _faked(twins, thing, key) for key, thing in loss.keywords.items()}
+            yield partial(func, *args, **keywords)
+        return
+    names = getattr(getattr(loss, "__code__", None), "co_freevars", ())
+    cells = [
+        (cell, cell.cell_contents, name)
+        for cell, name in zip(getattr(loss, "__closure__", None) or (), names, strict=True)
+        if any(tensors_in(cell.cell_contents))
+    ]
+    try:
+        for cell, contents, name in cells:
+            cell.cell_contents = _faked(twins, contents, name)
+        yield loss
+    finally:
+        for cell, contents, _ in cells:
+            cell.cell_contents = contents
+
+
+# Outputs ----------------------------------------------------------------------------------------------
+
+
+def _roots(output: Any, loss: Loss | None) -> list[torch.Tensor]:
+    """Where the backward begins: at the loss if there is one, else at everything differentiable."""
+    number = output if loss is not None else _carried_loss(output)
+    if loss is not None and not _is_number(number):
+        raise BadRequest(f"the loss must return a tensor of one number, not {_brief(output)}")
+    roots = [number] if _is_number(number) else _tensors_of(output)
+    roots = [tensor for tensor in roots if tensor.requires_grad]
+    if not roots:
+        raise BadRequest(
+            f"the {'output' if loss is None else 'loss'} does not depend on anything that requires gradients, "
+            "so there is nothing to train. Are all parameters frozen, or does the forward run under no_grad?"
+        )
+    return roots
+
+
+def _carried_loss(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if hasattr(output, "loss"):
+        return output.loss
+    return output[0] if isinstance(output, tuple | list) and output else None
+
+
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    if dataclasses.is_dataclass(output):
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_number(thing: Any) -> bool:
+    return isinstance(thing, torch.Tensor) and thing.numel() == 1
+
+
+def _brief(thing: Any) -> str:
+    return f"one of shape {tuple(thing.shape)}" if isinstance(thing, torch.Tensor) else type(thing).__name__
+
+
+# Dynamo -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _fresh_dynamo() -> Iterator[None]:
+    """Settings for the capture, and no trace of it afterwards."""
+    try:
+        with torch._dynamo.config.patch(settings()):
+            yield
+    finally:
+        torch._dynamo.reset()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Whatever goes wrong while the model runs becomes an error that names the user's line."""
+    try:
+        yield
+    except LowtideError:
+        raise
+    except Exception as error:  # the model and the loss are the user's code and may raise anything
+        raise CannotCapture(f"{_line(error)} fails: {_message(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    stack = [frame for frame in getattr(error, "real_stack", None) or () if is_users(frame.filename)]
+    return described(stack[-1]) if stack else line_of(error)
+
+
+def _message(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,154 @@
+"""`lowtide fit`: will it fit?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowtide.cli.options import output_file, size, whole_number
+from lowtide.cli.quiet import hush_libraries, prints_to_stderr
+
+if TYPE_CHECKING:
+    from lowtide.fitting import Fit
+    from lowtide.zoo.setup import Setup
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.fitting, which would import torch
+_SIZES = {
+    "vocab": "Words in the vocabulary.",
+    "heads": "Attention heads.",
+    "width": "Hidden size.",
+    "layers": "Layers.",
+    "classes": "Classes.",
+    "tokens": "Tokens in a text.",
+    "image": "Side of an image in pixels.",
+    "batch": "Examples in a batch.  [default: 1]",
+}
+_DOES_NOT_FIT = 1
+
+
+def _size_options(function: Any) -> Any:
+    for name, text in _SIZES.items():
+        function = click.option(f"--{name}", metavar="N", callback=whole_number, help=text)(function)
+    return function
+
+
+@click.command("fit")
+@click.argument("model")
+@_size_options
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Include its states and its step.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where the step will run; it need not be on this machine.  [default: cuda if here, else cpu]",
+)
+@click.option("--budget", metavar="SIZE", callback=size, help="Does it fit in this? 24GiB, 80GB, …")
+@click.option("--profile/--no-profile", default=True, help="Run each op once for the workspace it takes.")
+@click.option(
+    "--plot",
+    metavar="FILE",
+    callback=output_file(".png", ".svg"),
+    help="Draw live bytes over the step (.png, .svg).",
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    callback=output_file(".json"),
+    help="Save the traced graph and schedule (.json).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
+def command(
+    model: str,
+    optimizer: str | None,
+    device: str | None,
+    budget: int | None,
+    profile: bool,
+    plot: Path | None,
+    output: Path | None,
+    as_json: bool,
+    **sizes: int | None,
+) -> None:
+    """Predict the peak memory of training MODEL, and whether it fits a budget.
+
+    MODEL is a name from `lowtide zoo`, hf:TYPE (gpt2, bert, llama, vit, …), torchvision:NAME, timm:NAME,
+    or path/to/file.py:function, a function that returns (model, example) or (model, example, loss).
+
+    Nothing is allocated and nothing is trained. Exit code: 0 it fits, 1 it does not, 2 bad request.
+    """
+    hush_libraries()
+    _check_can_draw(plot)
+    with prints_to_stderr():
+        setup = _load(model, sizes)
+        fit = _predict(setup, optimizer=optimizer, device=device, budget=budget, profile=profile)
+    _write(fit, setup, output, plot)
+    _answer(fit, setup, as_json)
+    if fit.fits is False:
+        click.get_current_context().exit(_DOES_NOT_FIT)
+
+
+def _check_can_draw(plot: Path | None) -> None:
+    from lowtide.report.plot import require_matplotlib
+
+    if plot is not None:
+        require_matplotlib()
+
+
+def _load(model: str, sizes: Mapping[str, int | None]) -> Setup:
+    from lowtide.zoo.specs import load
+
+    return load(model, {key: value for key, value in sizes.items() if value is not None})
+
+
+def _predict(setup: Setup, *, device: str | None, **options: Any) -> Fit:
+    import torch
+
+    from lowtide.cli.progress import progress_bar
+    from lowtide.fitting import fit
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with progress_bar("profiling") as progress:
+        return fit(
+            setup.model,
+            setup.example,
+            setup.loss,
+            device=device,
+            name=setup.name,
+            progress=progress,
+            **options,
+        )
+
+
+def _write(fit: Fit, setup: Setup, output: Path | None, plot: Path | None) -> None:
+    """Write what was asked for, once all of it exists."""
+    from lowtide.files import save_graph
+    from lowtide.report.plot import write_picture
+
+    picture = None if plot is None else (_picture(fit, setup, plot.suffix), plot)
+    if output is not None:
+        save_graph(fit.trace.graph, output, fit.trace.schedule)
+    if picture is not None:
+        write_picture(*picture)
+
+
+def _picture(fit: Fit, setup: Setup, suffix: str) -> bytes:
+    from lowtide.report.plot import draw
+    from lowtide.report.terminal import headline
+
+    kind = suffix.lower().removeprefix(".")
+    title = headline(fit, setup.sizes)
+    return draw(fit.trace.timeline, kind, title=title, budget_bytes=fit.budget_bytes)
+
+
+def _answer(fit: Fit, setup: Setup, as_json: bool) -> None:
+    from lowtide.report.terminal import print_fit
+
+    if not as_json:
+        print_fit(fit, setup.sizes, setup.notes)
+        return
+    asked = {"model": fit.model, "batch": setup.sizes.get("batch"), "sizes": dict(setup.sizes)}
+    notes = {"notes": [*fit.notes, *setup.notes]}
+    click.echo(json.dumps({**asked, **fit.to_json(), **notes}, indent=2))

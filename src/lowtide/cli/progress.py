@@ -1,0 +1,35 @@
+"""A progress bar on stderr, for people: only on a terminal, and only if it is worth the while."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_PATIENCE_SECONDS = 1.0  # what is over sooner needs no bar
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Yield what to call with (done, of); None where nobody would see a bar."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task(what)
+    begun = time.monotonic()
+
+    def update(done: int, of: int) -> None:
+        bar.update(task, completed=done, total=of)
+        if not bar.live.is_started and time.monotonic() - begun > _PATIENCE_SECONDS:
+            bar.start()
+
+    try:
+        yield update
+    finally:
+        bar.stop()

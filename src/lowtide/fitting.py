@@ -1,0 +1,332 @@
+"""Will it fit? One training step, predicted: what it holds at its peak, and whether a budget holds that."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lowtide.errors import BadRequest, LowtideError
+from lowtide.graph import Op
+from lowtide.simulation import Category
+from lowtide.tracing import Trace, dry_run
+from lowtide.units import parse_bytes
+from lowtide.userlines import is_users, shortened
+
+Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
+Loss: TypeAlias = Callable[[Any], torch.Tensor]
+Progress: TypeAlias = Callable[[int, int], None]  # ops done, ops in all
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+_NO_WORKSPACES = (
+    "workspaces are not included: the step was not profiled, and kernels (convolutions above all) "
+    "take memory of their own while they run"
+)
+_NO_CARD = (
+    "not counted: what PyTorch's allocator reserves beyond what it hands out, and the CUDA context "
+    "(a few hundred MiB)"
+)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a training step will hold, and whether a budget holds that.
+
+    Everything is read off `trace`, so the numbers cannot disagree. `reserved_bytes` is the most that
+    PyTorch's caching allocator will take from the device (as in `Reading`), `context_bytes` what CUDA
+    itself takes; both are None where they are unknown, and neither is part of the peak or the budget.
+    """
+
+    model: str
+    trace: Trace
+    predicted_on: str
+    optimizer: str | None = None
+    budget_bytes: int | None = None
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+
+    @property
+    def device(self) -> str:
+        """Where the step will run."""
+        return self.trace.graph.device
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes the step holds at once."""
+        return self.trace.timeline.peak_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is there before the step begins: parameters, batch, gradients and states of earlier steps."""
+        return self.trace.timeline.resident_bytes
+
+    @property
+    def categories(self) -> Mapping[Category, int]:
+        """Bytes at the peak by category. They sum to `peak_bytes`."""
+        return self.trace.timeline.categories
+
+    @property
+    def modules(self) -> Mapping[str, int]:
+        """Bytes at the peak by module path, largest first; '' is what no submodule owns. They sum to it."""
+        return self.trace.timeline.modules
+
+    @property
+    def peak_op(self) -> Op | None:
+        """The op that runs at the peak; None if the peak is what is there before the step begins."""
+        return self.trace.timeline.peak_op
+
+    @property
+    def profiled(self) -> bool:
+        """Whether the kernels' own workspaces are included."""
+        return self.trace.graph.profiled_on is not None
+
+    @property
+    def extrapolated(self) -> int:
+        """How many ops were too large to be run here and have costs from smaller batches."""
+        return sum(op.extrapolated for op in self.trace.graph.ops)
+
+    @property
+    def margin_bytes(self) -> int | None:
+        """What the budget leaves over; negative if it is exceeded, None without a budget."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.peak_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the budget; None without a budget."""
+        return None if self.margin_bytes is None else self.margin_bytes >= 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the prediction does not know, in words."""
+        own = [] if self.profiled else [_NO_WORKSPACES]
+        if self.extrapolated:
+            own.append(f"the workspaces of {self.extrapolated} ops are extrapolated from smaller batches")
+        if self.device.startswith("cuda") and self.reserved_bytes is None and self.context_bytes is None:
+            own.append(_NO_CARD)
+        return (*own, *self.trace.graph.notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the trace itself, as JSON can hold it."""
+        op = self.peak_op
+        return {
+            "model": self.model,
+            "device": self.device,
+            "optimizer": self.optimizer,
+            "peak_bytes": self.peak_bytes,
+            "resident_bytes": self.resident_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "context_bytes": self.context_bytes,
+            "categories": {category.value: held for category, held in self.categories.items()},
+            "modules": dict(self.modules),
+            "peak_op": None if op is None else _op_to_json(op),
+            "predicted_on": self.predicted_on,
+            "profiled": self.profiled,
+            "extrapolated": self.extrapolated,
+            "budget_bytes": self.budget_bytes,
+            "fits": self.fits,
+            "margin_bytes": self.margin_bytes,
+            "notes": list(self.notes),
+        }
+
+
+def fit(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None = None,
+    *,
+    optimizer: str | None = None,
+    device: str | torch.device | None = None,
+    budget: str | int | None = None,
+    profile: bool = True,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Fit:
+    """Predict what training `model` on a batch like `example` will hold at its peak.
+
+    The step is zero_grad, forward, loss, backward and `optimizer` ("sgd", "momentum", "adam", "adamw")
+    once its states exist; without an optimizer it is forward, loss and backward into empty gradients.
+    It runs on fake tensors: nothing is allocated and the model stays as it is. `example` is a tuple of
+    arguments or a dict of keyword arguments; `loss` makes a number of the model's output and may be left
+    out if the output is that number or carries it (`.loss`, `["loss"]`, first of a tuple).
+
+    `device` is where the step will run, by default where the model is. With `profile`, and the device on
+    this machine, each distinct op is run once for the workspace its kernel takes, and `progress(done, of)`
+    is called meanwhile; otherwise workspaces are missing from the peak and `notes` say so.
+
+    Raises:
+        BadRequest: an argument makes no sense, the step has no loss, or the model itself raises; then the
+            message is its traceback, shortened to the user's frames.
+        CannotTrace: the dry run cannot follow the step.
+    """
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    updates = None if optimizer is None else _optimizer(optimizer, model, foreach=_on_cuda(model, device))
+    step = training_step(model, example, loss, updates)
+    with _blaming_the_users_code():
+        trace = dry_run(
+            step, model=model, optimizer=updates, device=device, warmup=0 if updates is None else 1, name=name
+        )
+    trace = _with_costs(trace, progress) if profile else trace
+    return Fit(
+        model=name or type(model).__name__,
+        trace=trace,
+        predicted_on=_predicted_on(trace),
+        optimizer=optimizer,
+        budget_bytes=budget_bytes,
+    )
+
+
+# The step -------------------------------------------------------------------------------------------
+
+
+def training_step(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Callable[[], torch.Tensor]:
+    """The step that nearly every training loop runs; it returns the loss.
+
+    The model's output stays referenced until the step ends, as it does in a loop that gives it a name.
+    """
+    args, kwargs = _arguments(example)
+
+    def step() -> torch.Tensor:
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none=True)
+        output = model(*args, **kwargs)
+        number = _loss_of(output) if loss is None else _scalar(loss(output))
+        number.backward()
+        if optimizer is not None:
+            optimizer.step()
+        return number
+
+    return step
+
+
+def _arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, tuple):
+        return example, {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    raise BadRequest(
+        f"the example is a {type(example).__name__}. "
+        "Give a tuple of the model's arguments, (images,), or a dict of its keyword arguments."
+    )
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The loss that a model's output is or carries."""
+    if isinstance(output, torch.Tensor):
+        found: object = output
+    elif isinstance(output, Mapping):
+        found = output.get("loss")
+    else:
+        found = getattr(output, "loss", None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if isinstance(found, torch.Tensor) and found.numel() == 1:
+        return _scalar(found)
+    raise BadRequest(
+        f"the model's output ({_described(output)}) is not a loss and carries none. "
+        "Give a loss, a function that makes one number of the output: fit(model, example, loss=…)."
+    )
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise BadRequest(f"the loss must be a tensor of one number, but it is {_described(loss)}.")
+    if not loss.requires_grad:
+        raise BadRequest(
+            "the loss does not depend on anything that requires gradients, so there is nothing to train. "
+            "Are all parameters frozen, or does the forward run under torch.no_grad()?"
+        )
+    return loss
+
+
+def _described(thing: object) -> str:
+    if isinstance(thing, torch.Tensor):
+        return f"a tensor of shape {tuple(thing.shape)}"
+    return f"of type {type(thing).__name__}"
+
+
+def _optimizer(name: str, model: nn.Module, *, foreach: bool) -> torch.optim.Optimizer:
+    if name not in OPTIMIZERS:
+        raise BadRequest(f"there is no optimizer '{name}'. Choose one of {', '.join(OPTIMIZERS)}.")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise BadRequest("no parameter of the model requires gradients, so there is nothing to optimize.")
+    # On CUDA torch.optim works on all parameters at once, with temporaries as large as all of them.
+    # It decides so by looking at their type and device, and fake ones would not convince it.
+    return OPTIMIZERS[name](trained, foreach=True if foreach else None)
+
+
+def _on_cuda(model: nn.Module, device: str | torch.device | None) -> bool:
+    if device is not None:
+        return str(device).partition(":")[0] == "cuda"
+    return any(parameter.is_cuda for parameter in model.parameters())
+
+
+@contextmanager
+def _blaming_the_users_code() -> Iterator[None]:
+    try:
+        yield
+    except LowtideError:
+        raise
+    except Exception as error:  # the model and the loss are the user's code and may raise anything
+        if _is_lowtides_bug(error):
+            raise
+        raise BadRequest(f"the training step raised an error.\n{shortened(error)}") from error
+
+
+def _is_lowtides_bug(error: Exception) -> bool:
+    """Whether an error comes from lowtide itself; this file, which calls the user's code, excepted."""
+    origin = traceback.extract_tb(error.__traceback__)[-1].filename
+    inside = origin.startswith(f"{Path(__file__).parent}/") and not is_users(origin)
+    return inside and origin != __file__
+
+
+# The costs ------------------------------------------------------------------------------------------
+
+
+def _with_costs(trace: Trace, progress: Progress | None) -> Trace:
+    if _is_here(trace.graph.device):
+        from lowtide.profiling import profile
+
+        return profile(trace, progress=progress)
+    # A device that is not here cannot be profiled. What is known of its kernels (lowtide.rules) will be
+    # added in this one place; until then the trace has no workspaces, and the notes say so.
+    return trace
+
+
+def _is_here(device: str) -> bool:
+    return not device.startswith("cuda") or torch.cuda.is_available()
+
+
+def _predicted_on(trace: Trace) -> str:
+    graph = trace.graph
+    place = graph.device if _is_here(graph.device) else "cpu"
+    how = "dry run" if graph.profiled_on is None else "dry run and profile"
+    return f"{place}, {how}, torch {torch.__version__.partition('+')[0]}"
+
+
+def _op_to_json(op: Op) -> dict[str, Any]:
+    return {
+        "label": op.label,
+        "target": op.target,
+        "module": op.module,
+        "phase": op.phase.value,
+        "workspace_bytes": op.workspace_bytes,
+    }

@@ -1,0 +1,1 @@
+"""What lowtide found, shown to people: tables and pictures. Nothing here computes a prediction."""

@@ -1,0 +1,215 @@
+"""A timeline as a picture: live bytes over the step, stacked by category."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.errors import BadFile, MissingExtra
+from lowtide.graph import Phase
+from lowtide.simulation import CATEGORIES, Category, Timeline
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Steps = npt.NDArray[np.int64]
+
+# Okabe and Ito's palette, which people with any kind of colour vision can tell apart.
+_COLOURS = {
+    Category.PARAMETERS: "#0072B2",
+    Category.BUFFERS: "#000000",
+    Category.OPTIMIZER_STATE: "#56B4E9",
+    Category.GRADIENTS: "#E69F00",
+    Category.BATCH: "#F0E442",
+    Category.ACTIVATIONS: "#009E73",
+    Category.TEMPORARIES: "#CC79A7",
+    Category.WORKSPACE: "#D55E00",
+}
+_SHADES = {Phase.FORWARD: "0.93", Phase.RECOMPUTE: "0.62", Phase.BACKWARD: "0.80", Phase.OPTIMIZER: "0.70"}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: small, searchable
+    "svg.hashsalt": "lowtide",  # the same picture gives the same file
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+_MOST_POINTS = 800  # about what a screen can show; an SVG of any step stays small
+_STRIP = 0.05  # height of the strip that names the phases, as a part of the axes
+_LETTER = 0.0125  # width of a letter in it, likewise
+_LONGEST_LABEL = 64
+_HEADROOM = 1.22  # above the peak, for its label
+_FARTHEST_BUDGET = 3.0  # in peaks: a budget above that would press everything else to the ground
+
+
+class Run(NamedTuple):
+    """Neighbouring steps of one phase: from `start` up to `stop`."""
+
+    phase: Phase
+    start: int
+    stop: int
+
+
+def require_matplotlib() -> None:
+    """Raise MissingExtra unless pictures can be drawn."""
+    if find_spec("matplotlib") is None:
+        raise MissingExtra("matplotlib", "plot", "drawing a timeline")
+
+
+def draw(timeline: Timeline, kind: str, *, title: str, budget_bytes: int | None = None) -> bytes:
+    """The picture of a timeline as a file of `kind` ('png' or 'svg').
+
+    Phases are shaded and named, the peak is marked with its op, the budget is a dashed line. Where steps
+    are too many to be seen, each point stands for several: it shows the one that holds most.
+    """
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 5.4), layout="constrained")
+        axes = figure.add_subplot()
+        unit = _unit(timeline.peak_bytes)
+        _draw_phases(axes, timeline)
+        _draw_stack(axes, timeline, unit)
+        _draw_budget(axes, timeline, budget_bytes, unit)
+        _draw_peak(axes, timeline, unit)
+        _draw_frame(axes, timeline, title, unit)
+        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def write_picture(picture: bytes, path: Path) -> None:
+    """Write what `draw` returned."""
+    try:
+        path.write_bytes(picture)
+    except OSError as error:
+        raise BadFile(path, f"{error.strerror}", doing="write") from None
+
+
+def coarse(live_bytes: npt.NDArray[np.int64], most: int = _MOST_POINTS) -> tuple[Steps, Steps]:
+    """At most `most` stretches of steps: where each begins (and the last ends), and its fullest step."""
+    count = len(live_bytes)
+    edges = np.linspace(0, count, min(most, count) + 1).astype(np.int64)
+    fullest = [start + int(live_bytes[start:stop].argmax()) for start, stop in pairwise(edges)]
+    return edges, np.asarray(fullest, dtype=np.int64)
+
+
+def runs_of(phases: Sequence[Phase | None]) -> Iterator[Run]:
+    """The phases in order. A free belongs to the phase it happens in."""
+    start, now = 0, next((phase for phase in phases if phase is not None), None)
+    if now is None:
+        return
+    for step, phase in enumerate(phases):
+        if phase is not None and phase is not now:
+            yield Run(now, start, step)
+            start, now = step, phase
+    yield Run(now, start, len(phases))
+
+
+def _draw_stack(axes: Axes, timeline: Timeline, unit: tuple[str, int]) -> None:
+    edges, fullest = coarse(timeline.live_bytes)
+    # A stretch lasts until the next one begins, so the last is drawn once more where it ends.
+    stack = timeline.stack[np.append(fullest, fullest[-1])] / unit[1]
+    floor = np.zeros(len(edges))
+    for column, category in enumerate(CATEGORIES):
+        if not timeline.stack[:, column].any():
+            continue
+        top = floor + stack[:, column]
+        axes.fill_between(
+            edges, floor, top, step="post", color=_COLOURS[category], linewidth=0, label=category.value
+        )
+        floor = top
+
+
+def _draw_phases(axes: Axes, timeline: Timeline) -> None:
+    """A strip above the axes that names the phases, and their shades behind the stack."""
+    place = axes.get_xaxis_transform()
+    count = len(timeline.steps)
+    runs = list(runs_of(timeline.phases))
+    for phase in Phase:
+        spans = [(run.start, run.stop - run.start) for run in runs if run.phase is phase]
+        if not spans:
+            continue
+        shade: dict[str, Any] = {"transform": place, "color": _SHADES[phase], "linewidth": 0}
+        axes.broken_barh(spans, (0, 1), **shade, alpha=0.35, zorder=0)
+        named = [(start, length) for start, length in spans if length > len(phase) * _LETTER * count]
+        label = "_" if named else phase.value
+        axes.broken_barh(spans, (1, _STRIP), **shade, clip_on=False, label=label)
+        for start, length in named:
+            middle = (start + length / 2, 1 + _STRIP / 2)
+            axes.text(*middle, phase.value, transform=place, ha="center", va="center_baseline", size=9)
+
+
+def _draw_budget(axes: Axes, timeline: Timeline, budget_bytes: int | None, unit: tuple[str, int]) -> None:
+    """Set the height of the axes, and draw the budget in it: at its top if it is far above."""
+    peak = timeline.peak_bytes
+    far = budget_bytes is not None and budget_bytes > _FARTHEST_BUDGET * peak
+    line = _HEADROOM * _HEADROOM * peak if far else budget_bytes or 0
+    axes.set_ylim(0, max(_HEADROOM * peak, 1.06 * line) / unit[1])
+    if budget_bytes is None:
+        return
+    axes.axhline(line / unit[1], color="black", linestyle=(0, (6, 3)), linewidth=1.2)
+    right = _peak_is_left(timeline)  # where the peak's own label is not
+    axes.annotate(
+        f"budget {format_bytes(budget_bytes)}{' (far above, not to scale)' if far else ''}",
+        (1 if right else 0, line / unit[1]),
+        xycoords=("axes fraction", "data"),
+        xytext=(-6 if right else 6, 4),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        size=9,
+    )
+
+
+def _draw_peak(axes: Axes, timeline: Timeline, unit: tuple[str, int]) -> None:
+    step = timeline.peak_step or 0
+    op = timeline.peak_op
+    where = "before the first step" if op is None else _shortened(op.label)
+    left = _peak_is_left(timeline)
+    axes.annotate(
+        f"peak {format_bytes(timeline.peak_bytes)}\n{where}",
+        (step + 0.5, timeline.peak_bytes / unit[1]),
+        xytext=(18 if left else -18, 16),
+        textcoords="offset points",
+        ha="left" if left else "right",
+        size=9,
+        arrowprops={"arrowstyle": "-|>", "color": "black", "linewidth": 0.8, "shrinkB": 0},
+        bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        zorder=5,
+    )
+
+
+def _draw_frame(axes: Axes, timeline: Timeline, title: str, unit: tuple[str, int]) -> None:
+    axes.set_xlim(0, len(timeline.steps))
+    axes.set_xlabel("step (an op runs, or a value is freed)")
+    axes.set_ylabel(f"held ({unit[0]})")
+    axes.set_title(title, loc="left", pad=22, weight="bold")
+    handles, labels = axes.get_legend_handles_labels()
+    # From top to bottom as in the stack.
+    axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+
+
+def _peak_is_left(timeline: Timeline) -> bool:
+    return (timeline.peak_step or 0) < len(timeline.steps) / 2
+
+
+def _unit(peak_bytes: int) -> tuple[str, int]:
+    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if peak_bytes >= 1024**power:
+            return name, 1024**power
+    return "B", 1
+
+
+def _shortened(label: str) -> str:
+    """A label without its middle, where it is too long to be drawn."""
+    keep = _LONGEST_LABEL // 2 - 1
+    return label if len(label) <= _LONGEST_LABEL else f"{label[:keep]}…{label[-keep:]}"

@@ -1,0 +1,266 @@
+"""The graphs that Dynamo captures, run on fake tensors one op at a time.
+
+Every captured graph is a *section* of the step. AOTAutograd traces its forward and backward together and
+they are cut apart so that everything the backward wants is kept. Sections are numbered in the order in
+which their forwards run; a graph that runs several times (Dynamo compiles equal blocks once) is a
+section each time.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition
+
+from lowtide.attribution import Attribution, Place
+from lowtide.building import storage_key, tensors_in
+from lowtide.graph import Phase
+from lowtide.userlines import described, is_users
+
+# Dynamo as lowtide wants it: every graph there is, each for exactly these sizes, and no silence about it.
+_SETTINGS: Mapping[str, Any] = {
+    "suppress_errors": False,
+    "fail_on_recompile_limit_hit": True,
+    "recompile_limit": 1_000_000,  # a block that is used often may need a graph for each of its sizes
+    "accumulated_recompile_limit": 1_000_000,
+    "automatic_dynamic_shapes": False,
+    "specialize_float": True,
+    "capture_scalar_outputs": False,
+    "capture_dynamic_output_shape_ops": False,
+    "allow_rnn": True,
+}
+
+OUTSIDE = -1  # the section of an op that runs eagerly, between or around the captured graphs
+
+
+def settings() -> dict[str, Any]:
+    """Dynamo's configuration under which steps are captured, for `torch._dynamo.config.patch`.
+
+    Graphs break at the same lines as in a capture only if Dynamo is set up like this.
+    """
+    names = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once", "info_once")
+    loggers = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+    return {**_SETTINGS, "ignore_logger_methods": loggers}
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where in the step an op runs."""
+
+    phase: Phase
+    module: str
+    call: int
+    section: int
+
+
+class Modules:
+    """The paths of the user's modules, and how often each was called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._calls: Counter[str] = Counter()
+        self._counted: dict[tuple[int, str], int] = {}
+
+    def running(self) -> tuple[str, bool]:
+        """The module whose code is running now, and whether that code is a method from its beginning.
+
+        It is looked for on the Python stack: module hooks would tell it too, but Dynamo would capture
+        them. What is left of a method after a graph break is a function with the module among its
+        arguments.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            for name in code.co_varnames[: code.co_argcount]:
+                thing = frame.f_locals.get(name)
+                if isinstance(thing, nn.Module) and id(thing) in self._paths:
+                    return self._paths[id(thing)], hasattr(type(thing), code.co_name)
+            frame = frame.f_back
+        return "", False
+
+    def innermost(self, stack: Sequence[str]) -> tuple[str, str] | None:
+        """The innermost module of the model on Dynamo's own stack, and that call's key.
+
+        Keys are written 'id of the module' or, from the second call on, 'id@calls before'.
+        """
+        for key in reversed(stack):
+            identity = key.partition("@")[0]
+            path = self._paths.get(int(identity)) if identity.isdigit() else None
+            if path is not None:
+                return path, key
+        return None
+
+    def call(self, path: str, section: int, key: str) -> int:
+        """The how-maniest call of `path` it is that `section` knows by `key`."""
+        if (section, key) not in self._counted:
+            self._counted[section, key] = self.enter(path)
+        return self._counted[section, key]
+
+    def enter(self, path: str) -> int:
+        """Count a call of `path`."""
+        self._calls[path] += 1
+        return self._calls[path] - 1
+
+    def current_call(self, path: str) -> int:
+        """The how-maniest call of `path` began last."""
+        return max(0, self._calls[path] - 1)
+
+
+class Eagerly(Attribution):
+    """Places for ops that run outside of captured graphs."""
+
+    def __init__(self, model: nn.Module, modules: Modules) -> None:
+        super().__init__([model])
+        self._modules = modules
+
+    def place(self, phase: Phase) -> Place:
+        """The module that the op now being dispatched belongs to."""
+        if phase is not Phase.BACKWARD:
+            path, _ = self._modules.running()
+            self._stack = [(path, self._modules.current_call(path))]
+        return super().place(phase)
+
+
+@dataclass
+class Section:
+    """One run of one captured graph."""
+
+    index: int
+    module: str  # whose code runs the graph
+    call: int
+    captured_in: str  # whose code ran it when it was captured: the path that its nodes speak of
+    saved: frozenset[int] = frozenset()  # storages that the forward handed to the backward
+
+    def renamed(self, path: str) -> str:
+        """`path` as it was at capture, as it is in this run."""
+        if self.module != self.captured_in and f"{path}.".startswith(f"{self.captured_in}."):
+            return self.module + path[len(self.captured_in) :]
+        return path
+
+
+class Sections:
+    """A Dynamo backend: captures graphs and, when they are called, walks through their ops.
+
+    `here` says at any time which op of which section runs; None between graphs.
+    """
+
+    def __init__(self, modules: Modules) -> None:
+        self.modules = modules
+        self.here: Spot | None = None
+        self.notes: dict[str, None] = {}
+        self.count = 0
+
+    def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Capture one of Dynamo's graphs."""
+        reason = getattr(module, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break:
+            self.notes[_break_note(reason.reason, reason.user_stack)] = None
+        graph = _Graph(self)
+        compile_ = aot_autograd(
+            fw_compiler=graph.compile_forward,
+            bw_compiler=graph.compile_backward,
+            partition_fn=self._partition,
+            keep_inference_input_mutations=True,  # updates of buffers become ops of the forward
+        )
+        compiled: Callable[..., Any] = compile_(module, inputs)
+        return compiled
+
+    def open(self, captured_in: str | None) -> Section:
+        """A new section, for a graph that begins to run now."""
+        module, entered = self.modules.running()
+        call = self.modules.enter(module) if entered else self.modules.current_call(module)
+        self.count += 1
+        return Section(self.count - 1, module, call, module if captured_in is None else captured_in)
+
+    def spot(self, node: fx.Node, section: Section, phase: Phase) -> Spot:
+        """Where `node` runs."""
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        found = self.modules.innermost(list(stack))
+        if found is None:
+            return Spot(phase, section.module, section.call, section.index)
+        path, key = found
+        path = section.renamed(path)
+        return Spot(phase, path, self.modules.call(path, section.index, key), section.index)
+
+    @contextmanager
+    def at(self, spot: Spot) -> Iterator[None]:
+        """Run one op."""
+        self.here = spot
+        try:
+            yield
+        finally:
+            self.here = None
+
+    def _partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
+        """Cut a joint graph in two, keeping everything: what to recompute is for lowtide to decide."""
+        for node in joint.graph.nodes:
+            if node.meta.pop("recompute", None) is not None:
+                self.notes["the model checkpoints activations itself; here they are kept"] = None
+        halves: tuple[Any, Any] = default_partition(joint, inputs, **options)
+        return halves
+
+
+class _Graph:
+    """One captured graph: makes a section of each of its runs."""
+
+    def __init__(self, sections: Sections) -> None:
+        self._sections = sections
+        self._captured_in: str | None = None
+        self._waiting: list[Section] = []  # forwards whose backward has not run
+
+    def compile_forward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        def run(args: list[Any]) -> Any:
+            section = self._sections.open(self._captured_in)
+            self._captured_in = section.captured_in
+            results = _Walk(graph, self._sections, section, Phase.FORWARD).boxed_run(args)
+            section.saved = frozenset(map(storage_key, tensors_in(results)))
+            self._waiting.append(section)
+            return results
+
+        return _boxed(run)
+
+    def compile_backward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        def run(args: list[Any]) -> Any:
+            given = set(map(storage_key, tensors_in(args)))
+            section = max(reversed(self._waiting), key=lambda waiting: len(waiting.saved & given))
+            self._waiting.remove(section)
+            return _Walk(graph, self._sections, section, Phase.BACKWARD).boxed_run(args)
+
+        return _boxed(run)
+
+
+class _Walk(fx.Interpreter):
+    """Runs a graph node by node, dropping each tensor after its last use, and says where it is."""
+
+    def __init__(self, graph: fx.GraphModule, sections: Sections, section: Section, phase: Phase) -> None:
+        super().__init__(graph)
+        self._sections = sections
+        self._section = section
+        self._phase = phase
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        with self._sections.at(self._sections.spot(n, self._section, self._phase)):
+            return super().run_node(n)
+
+
+def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`run` empties its list of arguments, so that they die at their last use; AOTAutograd must know."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _break_note(reason: str, stack: Sequence[Any]) -> str:
+    users = [frame for frame in stack if is_users(frame.filename)]
+    where = described(users[-1]) if users else "an unknown line"
+    return f"a graph ends at {where} ({reason.splitlines()[0]})"

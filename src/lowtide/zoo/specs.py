@@ -1,0 +1,57 @@
+"""Models by the words a user writes: a zoo name, hf:TYPE, torchvision:NAME, timm:NAME or file.py:function.
+
+Our own models and those of other libraries are built on the meta device, so that nothing is allocated
+however large they are; a user's file runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from lowtide import zoo
+from lowtide.errors import BadRequest, UnknownModel
+from lowtide.zoo.foreign import from_timm, from_torchvision, from_transformers
+from lowtide.zoo.setup import Setup
+from lowtide.zoo.userfiles import from_file
+
+_LIBRARIES: Mapping[str, Callable[[str, Mapping[str, int]], Setup]] = {
+    "hf": from_transformers,
+    "torchvision": from_torchvision,
+    "timm": from_timm,
+}
+
+
+def load(spec: str, sizes: Mapping[str, int]) -> Setup:
+    """The model that `spec` names, with a batch for it.
+
+    `sizes` are the ones the user gave, among batch, image, tokens, classes, layers, width, heads and
+    vocab; what is not given has the model's usual value, and the batch is 1.
+
+    Raises:
+        UnknownModel: no model goes by that name; the error carries the nearest names.
+        BadRequest: a size does not suit the model; a file or function is missing, raises, or returns
+            something else than a model and an example.
+        MissingExtra: the library that has the model is not installed.
+    """
+    path, _, function = spec.rpartition(":")
+    if path.endswith(".py"):
+        return from_file(path, function, sizes)
+    if spec.endswith(".py"):
+        return from_file(spec, "", sizes)
+    library, _, name = spec.partition(":")
+    build = _LIBRARIES.get(library)
+    with torch.device("meta"):
+        sizes = {"batch": 1, **sizes}
+        return build(name, sizes) if build is not None else _from_zoo(spec, sizes)
+
+
+def _from_zoo(name: str, sizes: Mapping[str, int]) -> Setup:
+    try:
+        found = zoo.workload(name, zoo.Sizes(**sizes))
+    except zoo.UnknownModel:
+        raise UnknownModel(name, zoo.names()) from None
+    except zoo.BadSize as error:
+        raise BadRequest(str(error)) from None
+    return Setup(name, found.model, found.kwargs or found.args, found.loss, sizes)

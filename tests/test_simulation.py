@@ -209,6 +209,23 @@ def test_a_schedule_is_accepted_exactly_when_it_computes_what_the_graph_computes
         assert is_accepted(graph, plan) == is_legal(graph, plan)
 
 
+@settings(deadline=None, max_examples=300)
+@given(cases.filter(lambda case: bool(case[0].ops)), st.data())
+def test_a_recomputation_is_accepted_exactly_where_it_gives_the_same_again(
+    case: tuple[Graph, Schedule], data: st.DataObject
+) -> None:
+    graph, schedule = case
+    plan = list(schedule.steps)
+    op = data.draw(st.sampled_from(range(len(graph.ops))))
+    done = plan.index(Compute(op)) + 1
+    early, late = sorted(data.draw(st.tuples(*[st.integers(done, len(plan))] * 2)))
+    edited = evicted(graph, plan, op, early, late)
+    assert is_accepted(graph, edited) == is_legal(graph, edited)
+    if extra := len(edited) - len(plan):
+        forgetful = [*edited[: late + extra - 1], *edited[late + extra :]]  # less the last step put in
+        assert is_accepted(graph, forgetful) == is_legal(graph, forgetful)
+
+
 # By hand --------------------------------------------------------------------------------------------
 
 

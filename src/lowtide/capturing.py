@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,15 +25,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 from lowtide.accumulation import Accumulation
-from lowtide.building import GraphBuilder, storage_key, tensors_in
+from lowtide.building import GraphBuilder, map_tensors, storage_key, tensors_in
 from lowtide.errors import BadRequest, CannotCapture, LowtideError
 from lowtide.faking import Resident, Twins, faked, unnoticed_by_transformers
 from lowtide.graph import Graph, Origin, Phase, Role
 from lowtide.rules import cuda_rules
-from lowtide.sections import OUTSIDE, Eagerly, Modules, Sections, Spot, settings
+from lowtide.sections import OUTSIDE, Eagerly, Modules, Sections, Spot, dynamo
 from lowtide.tracing import _home_of, _target_device, _twin_device
 from lowtide.userlines import current_line, described, is_users, line_of
 
@@ -78,34 +79,47 @@ def capture(
         BadRequest: nothing in the output depends on a parameter that requires gradients.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    builder, twins = _builder_and_twins(model, device, name)
+    with (
+        _disable_current_modes(),
+        dynamo(),
+        faked(twins, [model, *_criteria(loss, model)], None),
+        _over_fakes(twins, loss) as loss_of_fakes,
+        unnoticed_by_transformers(),
+        cuda_rules() if builder.relabel else nullcontext(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        args, kwargs = _fake_arguments(twins, model, example)
+        recorder = _Recorder(builder, twins, model)
+        with twins.mode, recorder:
+            return _recorded(recorder, model, loss_of_fakes, args, kwargs)
+
+
+def _builder_and_twins(
+    model: nn.Module, device: str | torch.device | None, name: str | None
+) -> tuple[GraphBuilder, Twins]:
     target = _target_device([model], device)
     imitating = target.type == "cuda" and not torch.cuda.is_available()
     physical = torch.device("cpu") if imitating else target
-    mode = FakeTensorMode(allow_non_fake_inputs=False)
-    twins = Twins(mode, partial(_twin_device, home=_home_of([model]), target=physical))
     relabel = {"cpu": str(target)} if imitating else {}
+    where = partial(_twin_device, home=_home_of([model]), target=physical)
     builder = GraphBuilder(name or type(model).__name__, Origin.JOINT, str(target), relabel)
-    recorder = _Recorder(builder, twins, model)
-    with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(_fresh_dynamo())
-        stack.enter_context(faked(twins, [model, *_criteria(loss, model)], None))
-        args, kwargs = _fake_arguments(twins, model, example)
-        loss = stack.enter_context(_over_fakes(twins, loss))
-        stack.enter_context(unnoticed_by_transformers())
-        if imitating:
-            stack.enter_context(cuda_rules())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(mode)
-        stack.enter_context(recorder)
-        step = torch.compile(_forward, backend=recorder.sections.backend, dynamic=False)
-        with _explained():
-            output = step(model, loss, args, kwargs)
-        roots = _roots(output, loss)
-        with _explained():
-            torch.autograd.backward(roots, recorder.tangents(roots))
-        return recorder.finish(output)
+    return builder, Twins(FakeTensorMode(allow_non_fake_inputs=False), where)
+
+
+def _recorded(
+    recorder: _Recorder, model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Graph:
+    """Run the step and return its graph. The output is referenced to the end, as in a training loop."""
+    step = torch.compile(_forward, backend=recorder.sections.backend, dynamic=False)
+    with _explained():
+        output = step(model, loss, args, kwargs)
+    roots = _roots(output, loss)
+    tangents = recorder.tangents(roots)
+    with _explained():
+        torch.autograd.backward(roots, tangents)
+    return recorder.finish()
 
 
 def _forward(model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,8 +140,8 @@ class _Recorder(TorchDispatchMode):
         self._twins = twins
         self._eagerly = Eagerly(model, modules)
         self._accumulation = Accumulation(twins.mode)
-        self._leaves: list[Resident] = []
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._leaves: list[Resident] = []  # what may get a gradient
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -143,12 +157,13 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if getattr(func, "namespace", "") == "prim":
             return func(*args, **kwargs)
         if not all(map(self._is_ours, tensors_in(args, kwargs))):
-            args, kwargs = tree_map_only(torch.Tensor, self._twin, (args, kwargs))
-        self._register_residents()
+            args, kwargs = map_tensors(self._twin, (args, kwargs))
+        if self._twins.pending:
+            self._register_residents()
         spot = self.sections.here or self._outside()
         if spot.section == OUTSIDE and spot.phase is Phase.BACKWARD:
             # in place where the engine would add so, were these not fakes
@@ -170,7 +185,7 @@ class _Recorder(TorchDispatchMode):
             kwargs,
             result,
             phase=spot.phase,
-            module=spot.module,
+            module=self._owner_of_buffer(func, args) or spot.module,
             call=spot.call,
             section=spot.section,
             ignored=_ignored(func, args),
@@ -182,6 +197,12 @@ class _Recorder(TorchDispatchMode):
             self._accumulation.made(storage_key(tensor))
         if spot.section == OUTSIDE and spot.phase is Phase.FORWARD:
             self.sections.notes[f"not captured, runs eagerly: {current_line()}"] = None
+
+    def _owner_of_buffer(self, func: Any, args: tuple[Any, ...]) -> str:
+        """The module whose buffer an op overwrites: AOTAutograd moves such updates to the end."""
+        value = self._builder.value_of(args[0]) if func is aten.copy_.default else None
+        found = None if value is None else self._builder.values[value]
+        return found.module if found is not None and found.role is Role.BUFFER else ""
 
     # Tensors ------------------------------------------------------------------------------------------
 
@@ -207,6 +228,7 @@ class _Recorder(TorchDispatchMode):
                 found.append(torch.empty_like(root, requires_grad=False))
             name = "gradient of the loss" if root.numel() == 1 else f"gradient of output {position}"
             self._builder.add_value(found[-1], Role.BATCH, name)
+            self._watch(found[-1])
         return found
 
     def _register_residents(self) -> None:
@@ -226,7 +248,8 @@ class _Recorder(TorchDispatchMode):
     def _watch(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
         if key not in self._alive:
-            self._alive[key] = weakref.ref(tensor.untyped_storage(), partial(self._died, key))
+            death = weakref.ref(tensor.untyped_storage(), partial(self._died, key))
+            self._alive[key] = death, self._builder.value_of(tensor)
 
     def _died(self, key: int, _: object) -> None:
         del self._alive[key]
@@ -234,8 +257,8 @@ class _Recorder(TorchDispatchMode):
 
     # The graph ----------------------------------------------------------------------------------------
 
-    def finish(self, output: object) -> Graph:
-        """The graph of the step that returned `output`: whatever is alive now outlives the step."""
+    def finish(self) -> Graph:
+        """The graph of the step, which has just ended: whatever is alive now outlives it."""
         if not self.sections.count:
             raise CannotCapture("Dynamo captured nothing. Is torch.compile disabled (TORCH_COMPILE_DISABLE)?")
         for leaf in self._leaves:
@@ -243,7 +266,7 @@ class _Recorder(TorchDispatchMode):
             if gradient is not None and self._builder.values[gradient].role is Role.INTERMEDIATE:
                 self._builder.set_role(gradient, Role.GRADIENT, f"{leaf.name}.grad", leaf.module)
         self._builder.notes.update(self.sections.notes)
-        return self._builder.finish(set(self._builder._value_ids.values()))
+        return self._builder.finish(value for _, value in self._alive.values() if value is not None)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -251,8 +274,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return func(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise CannotCapture(
-            f"the step depends on a number that only exists when it runs: {current_line()}. Choose with "
-            "torch.where, or decide outside of the model; lowtide.dry_run can follow steps that cannot be captured."
+            f"the step depends on a number that only exists when it runs: {current_line()}. "
+            "Choose with torch.where, or decide outside of the model. "
+            "lowtide.dry_run can follow steps that cannot be captured."
         ) from None
 
 
@@ -321,7 +345,7 @@ def _over_fakes(twins: Twins, loss: Any) -> Iterator[Any]:
     cells = [
         (cell, cell.cell_contents, name)
         for cell, name in zip(getattr(loss, "__closure__", None) or (), names, strict=True)
-        if any(tensors_in(cell.cell_contents))
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(cell.cell_contents))
     ]
     try:
         for cell, contents, name in cells:
@@ -343,9 +367,10 @@ def _roots(output: Any, loss: Loss | None) -> list[torch.Tensor]:
     roots = [number] if _is_number(number) else _tensors_of(output)
     roots = [tensor for tensor in roots if tensor.requires_grad]
     if not roots:
+        what = "output" if loss is None else "loss"
         raise BadRequest(
-            f"the {'output' if loss is None else 'loss'} does not depend on anything that requires gradients, "
-            "so there is nothing to train. Are all parameters frozen, or does the forward run under no_grad?"
+            f"the {what} does not depend on anything that requires gradients, so there is nothing to train. "
+            "Are all parameters frozen, or does the forward run under torch.no_grad()?"
         )
     return roots
 
@@ -374,17 +399,7 @@ def _brief(thing: Any) -> str:
     return f"one of shape {tuple(thing.shape)}" if isinstance(thing, torch.Tensor) else type(thing).__name__
 
 
-# Dynamo -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _fresh_dynamo() -> Iterator[None]:
-    """Settings for the capture, and no trace of it afterwards."""
-    try:
-        with torch._dynamo.config.patch(settings()):
-            yield
-    finally:
-        torch._dynamo.reset()
+# Errors -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -395,14 +410,21 @@ def _explained() -> Iterator[None]:
     except LowtideError:
         raise
     except Exception as error:  # the model and the loss are the user's code and may raise anything
-        raise CannotCapture(f"{_line(error)} fails: {_message(error)}") from error
+        raise CannotCapture(f"the step fails at {_line(error)}: {_message(error)}") from error
 
 
 def _line(error: BaseException) -> str:
+    """Where in the user's code it went wrong. Dynamo reads the code instead of running it, and keeps note."""
     stack = [frame for frame in getattr(error, "real_stack", None) or () if is_users(frame.filename)]
     return described(stack[-1]) if stack else line_of(error)
 
 
 def _message(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    """What went wrong, without Dynamo's advice around it."""
+    text = str(error)
+    original = re.search(r"""got (\w+)\((['"])(.+?)\2\)""", text)
+    if original is not None:
+        return f"{original[1]}: {original[3]}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    explanation = [line for line in lines if line.startswith("Explanation: ")]
+    return " ".join([f"{type(error).__name__}:", *lines[:1], *explanation[:1]])

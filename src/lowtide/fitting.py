@@ -241,7 +241,7 @@ def _loss_of(output: Any) -> torch.Tensor:
         return _scalar(found)
     raise BadRequest(
         f"the model's output ({_described(output)}) is not a loss and carries none. "
-        "Give a loss, a function that makes one number of the output: fit(model, example, loss=…)."
+        "Beside model and example, give a loss: a function that makes one number of the output."
     )
 
 

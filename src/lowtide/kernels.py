@@ -22,7 +22,7 @@ from lowtide.simulation import allocator_of
 from lowtide.validation import extent_bytes
 
 _RUNS = 4
-_QUICK_SECONDS = 0.02  # what takes longer is run once: first-use overheads are lost in it
+_ENOUGH_SECONDS = 0.1  # runs of one call end when they have taken this long together
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,9 @@ def _run_marked(call: Call, mark: str) -> tuple[float, tuple[int, ...]] | Failur
     if isinstance(ready, Failure):
         return ready
     func, args, kwargs = ready
-    quickest, outputs = float("inf"), ()
-    for _ in range(_RUNS):
+    quickest, spent = float("inf"), 0.0
+    outputs: tuple[int, ...] = ()
+    while spent < _ENOUGH_SECONDS:
         try:
             with record_function(mark):
                 start = time.perf_counter()
@@ -220,9 +221,8 @@ def _run_marked(call: Call, mark: str) -> tuple[float, tuple[int, ...]] | Failur
         except _REFUSALS as error:
             return _failure(call, error)
         quickest, outputs = min(quickest, seconds), _output_bytes(args, kwargs, result)
+        spent += max(seconds, _ENOUGH_SECONDS / _RUNS)
         del result
-        if seconds > _QUICK_SECONDS:
-            break
     return quickest, outputs
 
 

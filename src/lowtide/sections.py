@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch._dynamo
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
@@ -39,6 +40,9 @@ _SETTINGS: Mapping[str, Any] = {
     "allow_rnn": True,
 }
 
+# Loggers that print, before an error is raised, what the error itself says better.
+_CHATTY = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
+
 OUTSIDE = -1  # the section of an op that runs eagerly, between or around the captured graphs
 
 
@@ -50,6 +54,25 @@ def settings() -> dict[str, Any]:
     names = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once", "info_once")
     loggers = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
     return {**_SETTINGS, "ignore_logger_methods": loggers}
+
+
+@contextmanager
+def dynamo() -> Iterator[None]:
+    """Dynamo set up for a capture; afterwards it is as before, and remembers nothing."""
+    chatty = [logging.getLogger(name) for name in _CHATTY]
+    for logger in chatty:
+        logger.addFilter(_silence)
+    try:
+        with torch._dynamo.config.patch(settings()):
+            yield
+    finally:
+        torch._dynamo.reset()
+        for logger in chatty:
+            logger.removeFilter(_silence)
+
+
+def _silence(record: logging.LogRecord) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +162,7 @@ class Section:
     call: int
     captured_in: str  # whose code ran it when it was captured: the path that its nodes speak of
     saved: frozenset[int] = frozenset()  # storages that the forward handed to the backward
+    waiting: bool = True  # for its backward
 
     def renamed(self, path: str) -> str:
         """`path` as it was at capture, as it is in this run."""
@@ -214,25 +238,27 @@ class _Graph:
 
     def __init__(self, sections: Sections) -> None:
         self._sections = sections
-        self._captured_in: str | None = None
-        self._waiting: list[Section] = []  # forwards whose backward has not run
+        self._runs: list[Section] = []
 
     def compile_forward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """A callable that walks through the forward."""
+
         def run(args: list[Any]) -> Any:
-            section = self._sections.open(self._captured_in)
-            self._captured_in = section.captured_in
+            section = self._sections.open(self._runs[0].captured_in if self._runs else None)
+            self._runs.append(section)
             results = _Walk(graph, self._sections, section, Phase.FORWARD).boxed_run(args)
             section.saved = frozenset(map(storage_key, tensors_in(results)))
-            self._waiting.append(section)
             return results
 
         return _boxed(run)
 
     def compile_backward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """A callable that walks through the backward, for the forward whose tensors it is given."""
+
         def run(args: list[Any]) -> Any:
             given = set(map(storage_key, tensors_in(args)))
-            section = max(reversed(self._waiting), key=lambda waiting: len(waiting.saved & given))
-            self._waiting.remove(section)
+            section = max(self._runs, key=lambda run: (len(run.saved & given), run.waiting, run.index))
+            section.waiting = False
             return _Walk(graph, self._sections, section, Phase.BACKWARD).boxed_run(args)
 
         return _boxed(run)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowtide.cli.options import output_file, size, whole_number
-from lowtide.cli.quiet import hush_libraries, prints_to_stderr
+from lowtide.cli.quiet import hush_libraries, undisturbed
 
 if TYPE_CHECKING:
     from lowtide.fitting import Fit
@@ -81,7 +81,7 @@ def command(
     """
     hush_libraries()
     _check_can_draw(plot)
-    with prints_to_stderr():
+    with undisturbed():
         setup = _load(model, sizes)
         fit = _predict(setup, optimizer=optimizer, device=device, budget=budget, profile=profile)
     _write(fit, setup, output, plot)

@@ -41,6 +41,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
+_LABEL_BOX = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
 _MOST_POINTS = 800  # about what a screen can show; an SVG of any step stays small
 _STRIP = 0.05  # height of the strip that names the phases, as a part of the axes
 _LETTER = 0.0125  # width of a letter in it, likewise
@@ -81,7 +82,7 @@ def draw(timeline: Timeline, kind: str, *, title: str, budget_bytes: int | None 
         _draw_phases(axes, timeline)
         _draw_stack(axes, timeline, unit)
         _draw_budget(axes, timeline, budget_bytes, unit)
-        _draw_peak(axes, timeline, unit)
+        _draw_peak(axes, timeline, budget_bytes, unit)
         _draw_frame(axes, timeline, title, unit)
         figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     return buffer.getvalue()
@@ -150,42 +151,44 @@ def _draw_phases(axes: Axes, timeline: Timeline) -> None:
 
 
 def _draw_budget(axes: Axes, timeline: Timeline, budget_bytes: int | None, unit: tuple[str, int]) -> None:
-    """Set the height of the axes, and draw the budget in it: at its top if it is far above."""
-    peak = timeline.peak_bytes
-    far = budget_bytes is not None and budget_bytes > _FARTHEST_BUDGET * peak
-    line = _HEADROOM * _HEADROOM * peak if far else budget_bytes or 0
-    axes.set_ylim(0, max(_HEADROOM * peak, 1.06 * line) / unit[1])
+    """The budget as a line: where it is, or at the top of the axes if it is far above."""
     if budget_bytes is None:
         return
-    axes.axhline(line / unit[1], color="black", linestyle=(0, (6, 3)), linewidth=1.2)
+    far = budget_bytes > _FARTHEST_BUDGET * timeline.peak_bytes
+    height = (_HEADROOM**2 * timeline.peak_bytes if far else budget_bytes) / unit[1]
+    axes.axhline(height, color="black", linestyle=(0, (6, 3)), linewidth=1.2)
     right = _peak_is_left(timeline)  # where the peak's own label is not
     axes.annotate(
         f"budget {format_bytes(budget_bytes)}{' (far above, not to scale)' if far else ''}",
-        (1 if right else 0, line / unit[1]),
+        (1 if right else 0, height),
         xycoords=("axes fraction", "data"),
         xytext=(-6 if right else 6, 4),
         textcoords="offset points",
         ha="right" if right else "left",
         size=9,
+        bbox=_LABEL_BOX,
     )
 
 
-def _draw_peak(axes: Axes, timeline: Timeline, unit: tuple[str, int]) -> None:
-    step = timeline.peak_step or 0
-    op = timeline.peak_op
+def _draw_peak(axes: Axes, timeline: Timeline, budget_bytes: int | None, unit: tuple[str, int]) -> None:
+    """An arrow to the peak, from its size and op: above it, and above the budget if that is close."""
+    step, peak, op = timeline.peak_step or 0, timeline.peak_bytes, timeline.peak_op
     where = "before the first step" if op is None else _shortened(op.label)
     left = _peak_is_left(timeline)
+    above = budget_bytes if budget_bytes is not None and peak < budget_bytes < _HEADROOM * peak else peak
     axes.annotate(
-        f"peak {format_bytes(timeline.peak_bytes)}\n{where}",
-        (step + 0.5, timeline.peak_bytes / unit[1]),
-        xytext=(18 if left else -18, 16),
-        textcoords="offset points",
+        f"peak {format_bytes(peak)}\n{where}",
+        (step + 0.5, peak / unit[1]),
+        xytext=(step / len(timeline.steps) + (0.03 if left else -0.03), above * 1.06 / unit[1]),
+        textcoords=("axes fraction", "data"),
         ha="left" if left else "right",
         size=9,
         arrowprops={"arrowstyle": "-|>", "color": "black", "linewidth": 0.8, "shrinkB": 0},
-        bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        bbox=_LABEL_BOX,
         zorder=5,
     )
+    top = axes.get_ylim()[1]
+    axes.set_ylim(0, max(top, _HEADROOM * above / unit[1]))
 
 
 def _draw_frame(axes: Axes, timeline: Timeline, title: str, unit: tuple[str, int]) -> None:

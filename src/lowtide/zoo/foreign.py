@@ -30,6 +30,8 @@ _FIELDS = {
     "classes": "num_labels",
     "image": "image_size",
 }
+_OF_TEXTS = ("tokens", "width", "layers", "heads", "vocab")
+_OF_PICTURES = ("image", "classes", "width", "layers", "heads")
 # What keeps its proportion when a size changes: bert with --width 1024 has the inner width of bert-large.
 _FOLLOWERS = {"hidden_size": "intermediate_size", "num_attention_heads": "num_key_value_heads"}
 
@@ -49,11 +51,13 @@ def from_transformers(kind: str, sizes: Mapping[str, int]) -> Setup:
     if kind not in transformers.CONFIG_MAPPING:
         raise UnknownModel(name, [f"hf:{known}" for known in transformers.CONFIG_MAPPING])
     head = _head(kind)
+    pictures = head == "AutoModelForImageClassification"
     with _quiet(transformers), _building(name):
-        config = _configured(transformers.CONFIG_MAPPING[kind], name, sizes)
+        configuration = transformers.CONFIG_MAPPING[kind]
+        config = _configured(configuration, name, sizes, _OF_PICTURES if pictures else _OF_TEXTS)
         model: nn.Module = getattr(transformers, head).from_config(config)
-    batch = _pictures if head == "AutoModelForImageClassification" else _texts
-    return Setup(name, model.train(), batch(name, config, sizes), None, sizes)
+    example = _pictures(config, sizes) if pictures else _texts(name, config, sizes)
+    return Setup(name, model.train(), example, None, sizes)
 
 
 def _head(kind: str) -> str:
@@ -67,11 +71,11 @@ def _head(kind: str) -> str:
     )
 
 
-def _configured(configuration: Any, name: str, sizes: Mapping[str, int]) -> Any:
+def _configured(configuration: Any, name: str, sizes: Mapping[str, int], apply: tuple[str, ...]) -> Any:
     usual = configuration()
-    known = tuple(size for size, field in _FIELDS.items() if getattr(usual, field, None) is not None)
-    refuse_strays(name, sizes, ("batch", "tokens", *known))
-    changed = {_FIELDS[size]: value for size, value in sizes.items() if size in _FIELDS}
+    has = {size: field for size, field in _FIELDS.items() if getattr(usual, field, None) is not None}
+    refuse_strays(name, sizes, ("batch", *(size for size in apply if size in ("tokens", "image", *has))))
+    changed = {has[size]: value for size, value in sizes.items() if size in has}
     for leader, follower in _FOLLOWERS.items():
         size = getattr(usual, follower, None)
         if leader in changed and isinstance(size, int):
@@ -86,8 +90,6 @@ def _texts(name: str, config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
     tokens = sizes.get("tokens", min(_MOST_TOKENS, positions))
     if tokens > positions:
         raise BadRequest(f"{name} has {positions} positions, so {tokens} tokens are too many for it")
-    if "image" in sizes:
-        raise BadRequest(f"{name} reads text, not images")
     shape = (sizes["batch"], tokens)
     return {
         "input_ids": torch.randint(config.vocab_size, shape),
@@ -95,10 +97,8 @@ def _texts(name: str, config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _pictures(name: str, config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
-    if "tokens" in sizes:
-        raise BadRequest(f"{name} looks at images, not tokens")
-    side = getattr(config, "image_size", _IMAGE)
+def _pictures(config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
+    side = sizes.get("image", getattr(config, "image_size", _IMAGE))  # some take images of any size
     height, width = (side, side) if isinstance(side, int) else side
     batch = sizes["batch"]
     return {

@@ -101,8 +101,10 @@ def _the_users_code(name: str) -> Iterator[None]:
     except LowtideError:
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and must not end ours
-        own = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-        raise BadRequest(f"{name} raised an error.\n{shortened(own)}") from error
+        below = error.__traceback__
+        while below is not None and below.tb_frame.f_code.co_filename == __file__:
+            below = below.tb_next
+        raise BadRequest(f"{name} raised an error.\n{shortened(error.with_traceback(below))}") from error
 
 
 @contextmanager

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import ROWS, Row
 
+from lowtide.caching import cached
 from lowtide.files import write_text
 from lowtide.measurement import measure
 from lowtide.profiling import profile
 from lowtide.tracing import Trace, dry_run
+from rows import ROWS, Row
 
 
 def main() -> None:
@@ -113,10 +114,13 @@ def predicted_row(row: Row, cache: Path | None) -> dict[str, Any]:
 def described(row: Row, trace: Trace) -> dict[str, Any]:
     timeline = trace.timeline
     assert timeline.peak_op is not None
+    cache = cached(trace.graph, trace.schedule)
     return {
         "name": row.name,
         "ops": len(trace.graph.ops),
-        "predicted_bytes": timeline.peak_bytes,
+        "predicted_bytes": cache.allocated_bytes,
+        "predicted_reserved_bytes": cache.reserved_bytes,
+        "referee_bytes": timeline.peak_bytes,
         "predicted_resident_bytes": timeline.resident_bytes,
         "peak_op": timeline.peak_op.label,
         "peak_workspace_bytes": timeline.peak_op.workspace_bytes,
@@ -145,13 +149,15 @@ def render(measured: dict[str, Any], predicted: dict[str, Any]) -> str:
     lines = [
         f"# Predicted against measured peak, {there['date']}",
         "",
-        f"Measured on one {there['device']}, torch {there['torch']}, Python {there['python']}. Predicted *there* "
-        f"with a profile taken on it, and *elsewhere* on a machine without any GPU (torch {here['torch']}).",
+        f"Measured on one {there['device']}, torch {there['torch']}, Python {there['python']}. "
+        "Predicted *there* with a profile taken on it, and *elsewhere* on a machine without any GPU "
+        f"(torch {here['torch']}).",
         "One training step in eager PyTorch, everything kept, gradients from None, no optimizer. MiB. "
         "Errors are in per cent of the part that is not resident.",
         "",
-        "| step | ops | measured | predicted there | error | predicted elsewhere | error | reserved | op at the peak |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| step | ops | measured | predicted there | error | predicted elsewhere | error "
+        "| reserved | predicted there | op at the peak |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for real, guess in zip(measured["rows"], predicted["rows"], strict=True):
         growth = real["measured_bytes"] - real["measured_resident_bytes"]
@@ -159,7 +165,7 @@ def render(measured: dict[str, Any], predicted: dict[str, Any]) -> str:
         for found in (real, guess):
             error = (found["predicted_bytes"] - real["measured_bytes"]) / growth
             cells += [mib(found["predicted_bytes"]), f"{100 * error:+.2f} %"]
-        cells += [mib(real["reserved_bytes"]), real["peak_op"]]
+        cells += [mib(real["reserved_bytes"]), mib(real["predicted_reserved_bytes"]), real["peak_op"]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

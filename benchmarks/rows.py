@@ -39,9 +39,9 @@ def _hf_row(name: str, make: Callable[[], Any], batch: int, tokens: int, checkpo
     def build() -> tuple[nn.Module, Callable[[], None]]:
         model = make()
         model.train()
+        model.config.use_cache = False  # a cache of keys and values is for generating, not for training
         if checkpointing:
             model.gradient_checkpointing_enable()
-            model.config.use_cache = False
         ids = torch.randint(0, model.config.vocab_size, (batch, tokens))
 
         def step() -> None:

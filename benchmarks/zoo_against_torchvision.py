@@ -44,9 +44,11 @@ def compare(name: str, device: str) -> dict[str, Any]:
             module.p = 0.0
     outputs = [tuple(flat(model.train()(*work.args))) for model in (work.model, theirs)]
     for found in outputs:
-        sum(output.square().mean() for output in found).backward()
+        torch.stack([output.square().mean() for output in found]).sum().backward()
     pairs = zip(work.model.parameters(), theirs.parameters(), strict=True)
-    gradients = all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
+    gradients = all(
+        torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None
+    )
     with torch.no_grad():
         evaluated = [model.eval()(*work.args) for model in (work.model, theirs)]
     return {

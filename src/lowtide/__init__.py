@@ -107,12 +107,14 @@ _NAMES_OF_MODULE = {
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 
 
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'lowtide' has no attribute '{name}'")
-    found: object = getattr(import_module(f"lowtide.{_MODULE_OF_NAME[name]}"), name)
-    globals()[name] = found  # from now on without this detour
-    return found
+if not TYPE_CHECKING:  # to a type checker it would mean that every name exists
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF_NAME:
+            raise AttributeError(f"module 'lowtide' has no attribute '{name}'")
+        found: object = getattr(import_module(f"lowtide.{_MODULE_OF_NAME[name]}"), name)
+        globals()[name] = found  # from now on without this detour
+        return found
 
 
 def __dir__() -> list[str]:

@@ -211,7 +211,7 @@ def training_step(
         number.backward()
         if optimizer is not None:
             optimizer.step()
-        return number
+        return number.detach()
 
     return step
 

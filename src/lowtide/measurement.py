@@ -64,18 +64,30 @@ def measure(
     scratch buffers, the CUDA context).
 
     Raises:
+        BadRequest: the device is none that lowtide measures on, or `timed` is negative.
         DeviceMissing: the device is not on this machine.
     """
-    where = torch.device(device) if device is not None else _default_device()
-    if where.type not in ("cpu", "cuda"):
-        raise BadRequest(f"cannot measure on '{where}'; lowtide measures on cpu and cuda")
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceMissing(str(where), "measure")
+    if timed < 0:
+        raise BadRequest(f"the step cannot be timed {timed} times; give 0 or more")
+    where = present_device(_default_device() if device is None else device, "measure")
     reading = _measure_cpu(step) if where.type == "cpu" else _measure_cuda(step, where)
     if not timed:
         return reading
     seconds = statistics.median(_timed(step, where) for _ in range(timed))
     return Reading(**{**reading.__dict__, "seconds": seconds})
+
+
+def present_device(device: str | torch.device, doing: str) -> torch.device:
+    """`device`, if this machine has it and lowtide can do there what it is about to ("measure")."""
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise BadRequest(f"'{device}' is not a device. Try cpu, cuda or cuda:0.") from None
+    if where.type not in ("cpu", "cuda"):
+        raise BadRequest(f"cannot {doing} on '{where}'; lowtide {doing}s on cpu and cuda")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise DeviceMissing(str(where), doing)
+    return where
 
 
 def _default_device() -> torch.device:

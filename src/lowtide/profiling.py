@@ -6,6 +6,7 @@ An op that is too large for the caps is run at two smaller sizes and extrapolate
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,13 +201,19 @@ def call_of(op: Op, graph: Graph) -> Call:
 
 
 def _forward_of(op: Op, graph: Graph) -> Op | None:
-    """The op that left its results for this one: `aten.native_dropout` for `aten.native_dropout_backward`."""
+    """The op that left its results for this one: `aten.native_dropout` for `aten.native_dropout_backward`.
+
+    The input may come from a call of the same kind (the layer before); the forward left the most.
+    """
     name = op.target.split(".")[1]
     if not name.endswith("_backward"):
         return None
     creators = (graph.creator.get(tensor.value) for tensor in arguments_of(op, graph))
-    found = (graph.ops[creator] for creator in creators if creator is not None)
-    return next((made for made in found if made.target.split(".")[1] == name.removesuffix("_backward")), None)
+    found = Counter(creator for creator in creators if creator is not None)
+    likely = (graph.ops[creator] for creator, _ in found.most_common())
+    return next(
+        (made for made in likely if made.target.split(".")[1] == name.removesuffix("_backward")), None
+    )
 
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -26,7 +26,9 @@ from lowtide.validation import extent_bytes, item_bytes
 
 aten = torch.ops.aten
 
-CONTEXT_BYTES = 528 << 20  # taken by the driver for a process that uses torch, before any tensor
+CONTEXT_BYTES = (
+    693 << 20
+)  # what the driver and the libraries take for a process that uses torch (H200, CUDA 13)
 _CUBLAS_BYTES = 32 << 20  # per thread on Hopper; 8.1 MiB on older cards
 _HALF = (torch.float16, torch.bfloat16)
 

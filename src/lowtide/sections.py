@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,7 +64,9 @@ def dynamo() -> Iterator[None]:
     for logger in chatty:
         logger.addFilter(_silence)
     try:
-        with torch._dynamo.config.patch(settings()):
+        with torch._dynamo.config.patch(settings()), warnings.catch_warnings():
+            # Dynamo itself looks at what comes out of one graph and goes into the next.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield
     finally:
         torch._dynamo.reset()

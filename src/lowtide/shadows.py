@@ -1,8 +1,9 @@
-"""Small whole numbers that are known although the step is fake: masks, labels, positions.
+"""Numbers that are known although the step is fake: masks, labels, positions, step counters.
 
-Models look at such numbers to choose a path (is anything padded? is this one sequence or several?).
-The batch is real, so whatever is computed from its integers and booleans alone can be computed for
-real beside the fake. Floating-point numbers are never followed.
+Models look at such numbers to choose a path (is anything padded? is this one sequence or several?) and
+optimizers to count their steps. The batch and the optimizer's state are real, so what is computed from
+their integers, booleans and scalars alone can be computed for real beside the fake. Floating-point
+tensors of more than one element are never followed.
 """
 
 from __future__ import annotations
@@ -31,19 +32,31 @@ class Shadows:
             with _disable_current_modes():
                 self._real[fake] = real.detach().cpu()
 
+    def chosen(self, mask: torch.Tensor) -> int | None:
+        """How many elements a boolean mask chooses, if that is known."""
+        numbers = self._real.get(mask) if mask.dtype is torch.bool else None
+        if numbers is None:
+            return None
+        with _disable_current_modes():
+            return int(numbers.count_nonzero())
+
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The real result of an op, or None if some of its inputs are not known."""
         given = list(tensors_in(args, kwargs))
-        if given and not any(tensor in self._real for tensor in given):
+        followed = [tensor for tensor in given if tensor in self._real]
+        if given and not followed:
             return None
-        if func._schema.is_mutable:
-            for tensor in given:
-                self._real.pop(tensor, None)
-            return None
-        if torch.Tag.nondeterministic_seeded in func.tags or any(t not in self._real for t in given):
+        if len(followed) < len(given) or torch.Tag.nondeterministic_seeded in func.tags:
+            if func._schema.is_mutable:  # overwritten with what is not known
+                for tensor in followed:
+                    del self._real[tensor]
             return None
         if not given and not _makes_integers(func, args, kwargs):
             return None
+        if func._schema.is_mutable:
+            with _disable_current_modes():
+                for tensor in followed:  # the real thing must not be written to
+                    self._real[tensor] = self._real[tensor].clone()
         numbers: dict[str, Any] = dict(kwargs)
         args, numbers = map_tensors(lambda fake: self._real[fake], (args, numbers))
         if "device" in numbers:
@@ -60,7 +73,7 @@ class Shadows:
 
 def _followed(real: torch.Tensor) -> bool:
     whole = not (real.dtype.is_floating_point or real.dtype.is_complex)
-    return whole and real.device.type != "meta" and real.numel() <= _MOST_ELEMENTS
+    return real.device.type != "meta" and real.numel() <= (_MOST_ELEMENTS if whole else 1)
 
 
 def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

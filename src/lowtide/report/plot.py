@@ -135,7 +135,7 @@ def _draw_phases(axes: Axes, timeline: Timeline) -> None:
     """A strip above the axes that names the phases, and their shades behind the stack."""
     place = axes.get_xaxis_transform()
     count = len(timeline.steps)
-    runs = list(runs_of(timeline.phases))
+    runs = _runs_to_draw(timeline)
     for phase in Phase:
         spans = [(run.start, run.stop - run.start) for run in runs if run.phase is phase]
         if not spans:
@@ -148,6 +148,14 @@ def _draw_phases(axes: Axes, timeline: Timeline) -> None:
         for start, length in named:
             middle = (start + length / 2, 1 + _STRIP / 2)
             axes.text(*middle, phase.value, transform=place, ha="center", va="center_baseline", size=9)
+
+
+def _runs_to_draw(timeline: Timeline) -> list[Run]:
+    """The phases, no finer than the stack is drawn."""
+    edges, _ = coarse(timeline.live_bytes)
+    whole = [run.phase for run in runs_of(timeline.phases) for _ in range(run.start, run.stop)]
+    seen = [whole[start] for start in edges[:-1]]
+    return [Run(run.phase, int(edges[run.start]), int(edges[run.stop])) for run in runs_of(seen)]
 
 
 def _draw_budget(axes: Axes, timeline: Timeline, budget_bytes: int | None, unit: tuple[str, int]) -> None:

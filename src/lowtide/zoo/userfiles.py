@@ -46,9 +46,14 @@ def _run(file: Path) -> ModuleType:
     """The file as a module. Nothing is written beside it, as importing it would."""
     module = ModuleType(f"_lowtide_user_{file.stem}")
     module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # dataclasses and pickle look modules up by name
     with _the_users_code(str(file)):
-        exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
+        code = compile(file.read_bytes(), str(file), "exec")
+        sys.modules[module.__name__] = module  # dataclasses and pickle look modules up by name
+        try:
+            exec(code, module.__dict__)
+        except BaseException:
+            del sys.modules[module.__name__]
+            raise
     return module
 
 

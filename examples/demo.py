@@ -1,0 +1,113 @@
+"""Will it fit? First asked of models nobody has to build, then checked against a real training step.
+
+    make demo          (or: python examples/demo.py)
+
+Nothing is downloaded. The first part allocates nothing, however large the models are; the second trains
+a small VGG on the CPU, measures a step from the allocator's own events, and fails if the prediction is
+off by more than 1 % of what the step itself needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lowtide.cli.quiet import hush_libraries, undisturbed
+
+hush_libraries()  # before any of them is imported
+
+import torch  # noqa: E402
+
+import lowtide  # noqa: E402
+from lowtide.fitting import training_step  # noqa: E402
+from lowtide.report.plot import draw, write_picture  # noqa: E402
+from lowtide.zoo import Sizes, workload  # noqa: E402
+from lowtide.zoo.specs import load  # noqa: E402
+
+CARD = "24GiB"
+QUESTIONS = (("vgg19", 64), ("resnet50", 192), ("resnet50", 320), ("hf:gpt2", 8), ("hf:gpt2", 16))
+SMALL = Sizes(batch=32, image=64, classes=10)
+STEPS = 5
+TOLERANCE = 0.01
+PICTURE = Path("demo-out") / "vgg11.png"
+
+
+def ask_about_known_models() -> None:
+    """Predict training with AdamW on a card that need not be in this machine."""
+    print(f"1. Does training with AdamW fit on a {CARD} card? Nothing is allocated to find out;")
+    print("   kernels' workspaces and the CUDA context come on top of these numbers.\n")
+    for name, batch in QUESTIONS:
+        print(f"   {name:9} batch {batch:<4} {answer(name, batch)}", flush=True)
+    name, batch = QUESTIONS[0]
+    print("\n   The same from the shell, with the parts of the peak:")
+    print(f"   lowtide fit {name} --batch {batch} --optimizer adamw --device cuda --budget {CARD}\n")
+
+
+def answer(name: str, batch: int) -> str:
+    """The peak and the margin, in words."""
+    try:
+        setup = load(name, {"batch": batch})
+    except lowtide.MissingExtra as error:
+        return f"skipped: {error}"
+    with undisturbed():
+        found = lowtide.fit(
+            setup.model,
+            setup.example,
+            setup.loss,
+            optimizer="adamw",
+            device="cuda",
+            budget=CARD,
+            profile=False,
+        )
+    peak, margin = lowtide.format_bytes(found.peak_bytes), lowtide.format_bytes(abs(found.margin_bytes or 0))
+    verdict = f"fits, {margin} to spare" if found.fits else f"does not fit, {margin} too much"
+    return f"peak {peak:>9}   {verdict}"
+
+
+def predict_train_and_measure() -> float:
+    """Train a small VGG for a few steps; the error of the predicted peak, as a part of the step's own."""
+    torch.manual_seed(0)
+    work = workload("vgg11", SMALL)
+    print(f"2. vgg11 on {SMALL.batch} images of {SMALL.image} pixels, with momentum, on this CPU: predict,")
+    print("   then train. Each kernel is run once for the workspace it takes.\n", flush=True)
+    with undisturbed():
+        found = lowtide.fit(work.model, work.args, work.loss, optimizer="momentum", name="vgg11")
+    print(f"   predicted peak {lowtide.format_bytes(found.peak_bytes)} ({found.predicted_on})")
+    write(found)
+
+    optimizer = torch.optim.SGD(work.model.parameters(), lr=0.05, momentum=0.9)
+    step = training_step(work.model, work.args, work.loss, optimizer)
+    losses = [float(step()) for _ in range(STEPS)]
+    print(f"   losses of {STEPS} steps: {', '.join(f'{loss:.3f}' for loss in losses)}")
+
+    # The allocator does not see the release of what it handed out before the recording began, so the
+    # old gradients go first; the step itself would drop them before it takes anything.
+    optimizer.zero_grad(set_to_none=True)
+    reading = lowtide.measure(step, device="cpu")
+    error = abs(found.peak_bytes - reading.peak_bytes) / reading.growth_bytes
+    peak, own = lowtide.format_bytes(reading.peak_bytes), lowtide.format_bytes(reading.growth_bytes)
+    print(f"   measured peak  {peak}, of which the step itself takes {own};")
+    print(f"   the prediction is off by {error:.3%} of that")
+    return error
+
+
+def write(found: lowtide.Fit) -> None:
+    """Draw the step's memory."""
+    PICTURE.parent.mkdir(exist_ok=True)
+    title = f"vgg11, batch {SMALL.batch}, {SMALL.image} px, momentum, on cpu"
+    write_picture(draw(found.trace.timeline, "png", title=title), PICTURE)
+    print(f"   live bytes over the step: {PICTURE}")
+
+
+def main() -> int:
+    """Both parts; 1 if the prediction does not hold."""
+    ask_about_known_models()
+    if predict_train_and_measure() > TOLERANCE:
+        print(f"\nThat is more than {TOLERANCE:.0%}: a bug in lowtide.", file=sys.stderr)
+        return 1
+    print("\nThe prediction holds.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -190,7 +190,8 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.cells(x)[0]).square().mean()
+        loss: Tensor = self.head(self.cells(x)[0]).square().mean()
+        return loss
 
 
 class Mixed(nn.Module):
@@ -214,7 +215,8 @@ class Checkpointed(nn.Module):
         self.head = nn.Linear(64, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.body, x, use_reentrant=False)).mean()
+        loss: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False)).mean()
+        return loss
 
 
 class Symmetric(nn.Module):
@@ -282,10 +284,11 @@ class Skips(nn.Module):
         torch._dynamo.graph_break()
         x = self.third(x).tanh() + shared
         torch._dynamo.graph_break()
-        return (x * shared).mean()
+        loss: Tensor = (x * shared).mean()
+        return loss
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def unsupported(x: Tensor) -> Tensor:
     return x.sin() * torch.ones(64)
 
@@ -302,6 +305,21 @@ class Eager(nn.Module):
         x = unsupported(self.before(x))
         loss: Tensor = self.after(x).mean()
         return loss
+
+
+class Narrowing(nn.Module):
+    """A block that breaks, for many sizes, with a number that is computed before the break."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0 / x.shape[1]
+        x = x * scale
+        torch._dynamo.graph_break()
+        result: Tensor = self.layer(x) * scale
+        return result
 
 
 @dataclass
@@ -529,6 +547,17 @@ def test_a_graph_that_is_used_again_is_a_section_each_time_with_its_own_modules(
         assert sorted(set(places)) == sorted(expected)
 
 
+def test_a_block_of_many_sizes_is_captured_for_each_of_them() -> None:
+    model = nn.Sequential(*(Narrowing(width) for width in range(24, 12, -1)))
+    graph = capture(model, (torch.randn(4, 24),), mean_square)
+    replayed(graph)
+    products = [op for op in graph.ops if op.target == "aten.addmm.default"]
+    assert [op.module for op in products] == [f"{block}.layer" for block in range(12)]
+    assert [graph.tensors[op.outputs[0] or 0].shape[1] for op in products] == list(range(23, 11, -1))
+    assert OUTSIDE not in {op.section for op in graph.ops if op.phase is Phase.FORWARD}
+    assert sections_in_order(graph, Phase.FORWARD) == list(range(25))  # the last one is the loss
+
+
 def is_product(op: Op, phase: Phase, target: str) -> bool:
     return op.target == target and op.phase is phase and op.section != OUTSIDE
 
@@ -559,7 +588,7 @@ def test_running_statistics_are_updated_in_the_forward_and_not_read_by_the_backw
     updates = [op for op in graph.ops if op.target == "aten.copy_.default"]
     buffers = ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
     assert sorted(graph.values[value].name for op in updates for value in op.mutates) == buffers
-    assert {(op.phase, op.module) for op in updates} == {(Phase.FORWARD, "1")}
+    assert {(op.phase, op.section, op.module) for op in updates} == {(Phase.FORWARD, 0, "1")}
     (backward,) = (op for op in graph.ops if op.target == "aten.native_batch_norm_backward.default")
     sources = {value for op in updates for value in op.reads}
     assert not sources & set(backward.reads)
@@ -674,6 +703,11 @@ def handed(target: Tensor) -> Callable[[Tensor], Tensor]:
     return partial(F.cross_entropy, target=target)
 
 
+def held_by(loss: Any) -> object:
+    """What such a loss has for a target."""
+    return loss.keywords["target"] if isinstance(loss, partial) else loss.__closure__[0].cell_contents
+
+
 @pytest.mark.parametrize("with_target", [closing_over, handed])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_targets_that_a_loss_closes_over_are_part_of_the_batch(
@@ -685,8 +719,7 @@ def test_targets_that_a_loss_closes_over_are_part_of_the_batch(
         model, x = nn.Linear(8, 4), torch.randn(5, 8)
     graph = capture(model, (x,), loss)
     assert names(graph, Role.BATCH) == ["target", "input", "gradient of the loss"]
-    kept = loss.keywords["target"] if isinstance(loss, partial) else loss.__closure__[0].cell_contents  # type: ignore[attr-defined]
-    assert kept is target
+    assert held_by(loss) is target
 
 
 def test_a_criterion_with_weights_of_its_own_is_resident() -> None:
@@ -706,7 +739,31 @@ def test_a_model_that_is_compiled_already_is_captured_all_the_same() -> None:
     model = nn.Linear(8, 4)
     x = torch.randn(5, 8)
     compiled = torch.compile(model, backend="eager")
+    assert isinstance(compiled, nn.Module)
     assert capture(compiled, (x,), mean_square) == capture(model, (x,), mean_square)
+
+
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+
+class Padded(OneLayer):
+    """Looks at its lengths."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        loss: Tensor = self.layer(x[: int(lengths.max())]).mean()
+        return loss
+
+
+def test_whole_numbers_of_the_example_may_decide_and_the_notes_say_so() -> None:
+    graph = capture(Padded(), (torch.randn(5, 8), torch.tensor([2, 3])))
+    (product,) = (op for op in graph.ops if op.target == "aten.addmm.default")
+    assert [graph.tensors[out].shape for out in product.outputs if out is not None] == [(3, 4)]
+    assert any(note.startswith("decided by the numbers in the example: ") for note in graph.notes)
+    with pytest.raises(CannotCapture, match="only exists when it runs"):
+        capture(Padded(), (torch.randn(5, 8), torch.tensor([2, 3], device="meta")))
 
 
 # Nothing is computed, nothing is changed ------------------------------------------------------------
@@ -714,14 +771,10 @@ def test_a_model_that_is_compiled_already_is_captured_all_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "resnet18"])
 def test_a_model_on_the_meta_device_gives_the_same_graph(name: str) -> None:
-    sizes = {
-        "gpt": Sizes(batch=2, tokens=8, layers=1, width=16, heads=2, vocab=20),
-        "resnet18": Sizes(batch=2, image=32, classes=3),
-    }[name]
-    real = zoo(name, sizes)
     with torch.device("meta"):
-        meta = zoo(name, sizes)
-    assert capture(meta.model, meta.example, meta.loss) == capture(real.model, real.example, real.loss)
+        case = CASES[name]()
+    assert all(parameter.is_meta for parameter in case.model.parameters())
+    assert capture(case.model, case.example, case.loss) == captured(name)[1]
 
 
 def test_a_step_far_larger_than_this_machine_can_be_captured() -> None:
@@ -750,17 +803,21 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "attributes": {path: sorted(module.__dict__) for path, module in modules.items()},
         "modes": {path: module.training for path, module in modules.items()},
         "hooks": {path: len(module._forward_hooks) for path, module in modules.items()},
-        "random": (torch.get_rng_state(), np.random.get_state()[1], random.getstate()),
+        "random": (
+            torch.get_rng_state(),
+            np.random.get_state(legacy=False)["state"]["key"],
+            random.getstate(),
+        ),
         "dynamo": torch._dynamo.config.get_config_copy(),
         "grad mode": torch.is_grad_enabled(),
     }
 
 
-def assert_same_state(before: Any, after: Any) -> None:
+def assert_same_state(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert before.keys() == after.keys()
     for key in before:
         if key == "numbers":
-            assert all(map(torch.equal, before[key], after[key]))
+            assert all(torch.equal(x, y) for x, y in zip(before[key], after[key], strict=True))
         elif key == "random":
             assert torch.equal(before[key][0], after[key][0])
             assert np.array_equal(before[key][1], after[key][1])
@@ -783,16 +840,17 @@ class Stateful(nn.Module):
         self.calls += 1
         self.last = self.norm(F.dropout(self.layer(x)))
         if self.refuse and self.last.sum() > 0:
-            return self.last
-        return self.last.mean()
+            raise AssertionError("not reached")
+        loss: Tensor = self.last.mean()
+        return loss
 
 
 @pytest.mark.parametrize("refuse", [False, True])
 def test_the_model_is_left_as_it_was(refuse: bool) -> None:
     model = Stateful()
-    model.refuse = refuse
     model.layer.register_forward_hook(lambda module, args, output: None)
     model(torch.randn(4, 8)).sum().backward()
+    model.refuse = refuse
     x = torch.randn(4, 8)
     before = state_of(model)
     if refuse:
@@ -818,6 +876,13 @@ def test_the_model_can_be_compiled_and_trained_afterwards() -> None:
     assert all(type(p.grad) is Tensor for p in model.parameters())
 
 
+def test_gradients_of_an_earlier_step_play_no_part() -> None:
+    model, x = nn.Linear(8, 4), torch.randn(5, 8)
+    first = capture(model, (x,), mean_square)
+    mean_square(model(x)).backward()  # type: ignore[no-untyped-call]
+    assert capture(model, (x,), mean_square) == first
+
+
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 def test_the_mode_around_the_capture_does_not_matter(around: Callable[[], Any]) -> None:
     model, x = nn.Linear(8, 4), torch.randn(5, 8)
@@ -829,13 +894,7 @@ def test_the_mode_around_the_capture_does_not_matter(around: Callable[[], Any]) 
 # Refusals -------------------------------------------------------------------------------------------
 
 
-class Refused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-
-class Branches(Refused):
+class Branches(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
         if x.sum() > 0:
@@ -843,7 +902,7 @@ class Branches(Refused):
         return x.mean()
 
 
-class Counts(Refused):
+class Counts(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
         for _ in range(int(x.max().item())):
@@ -851,24 +910,24 @@ class Counts(Refused):
         return x.mean()
 
 
-class Selects(Refused):
+class Selects(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
         return x[x > 0].mean()
 
 
-class Misfits(Refused):
+class Misfits(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
         return (x @ x).mean()
 
 
-class Raises(Refused):
+class Raises(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError("five is right out")
 
 
-class Twice(Refused):
+class Twice(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(self.layer(x).sin().sum(), x, create_graph=True)
@@ -920,6 +979,18 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
         capture(nn.Linear(8, 4).requires_grad_(False), (torch.randn(5, 8),), mean_square)
 
 
+def test_where_dynamo_can_capture_nothing_the_reason_is_given() -> None:
+    with pytest.raises(CannotCapture, match=r"captured nothing: not captured, runs eagerly: .* in forward"):
+        capture(Uncapturable(), (torch.randn(5, 8),))
+
+
+class Uncapturable(OneLayer):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layer(x).mean()
+        return loss
+
+
 def test_a_trained_tensor_that_belongs_to_nobody_is_refused() -> None:
     with pytest.raises(CannotCapture, match="belongs neither to the model nor to the loss"):
         capture(Strays(), (torch.randn(5, 8),))
@@ -928,7 +999,7 @@ def test_a_trained_tensor_that_belongs_to_nobody_is_refused() -> None:
 STRAY = torch.ones(4, requires_grad=True)
 
 
-class Strays(Refused):
+class Strays(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         loss: Tensor = (self.layer(x) * STRAY).mean()
         return loss

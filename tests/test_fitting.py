@@ -99,18 +99,26 @@ def test_the_model_and_its_gradients_stay_as_they_were() -> None:
 def test_what_is_not_known_is_said() -> None:
     (note,) = predict().notes
     assert note.startswith("workspaces are not included")
-    there, card = predict(device="cuda").notes
-    assert "the CUDA context" in card
-    told = replace(predict(device="cuda"), reserved_bytes=8192, context_bytes=1 << 28)
-    assert told.notes == (there,)
+    card = predict(device="cuda")
+    assert card.notes == (note, "not counted: the CUDA context (a few hundred MiB)")
+    assert replace(card, reserved_bytes=None).notes[1] == (
+        "not counted: what PyTorch's allocator reserves beyond what it hands out, "
+        "and the CUDA context (a few hundred MiB)"
+    )
+    assert replace(card, context_bytes=1 << 28).notes == (note,)
+
+
+def test_on_cuda_what_the_allocator_reserves_is_predicted_too() -> None:
+    assert predict(device="cuda").reserved_bytes == 2 << 20  # one segment for everything up to 1 MiB
+    assert predict(device="cpu").reserved_bytes is None
 
 
 def test_extrapolated_ops_are_counted_and_said() -> None:
     found = predict()
     ops = tuple(replace(op, extrapolated=op.id in (1, 2)) for op in found.trace.graph.ops)
     graph = replace(found.trace.graph, ops=ops, profiled_on="a test")
-    told = replace(found, trace=replace(found.trace, graph=graph))
-    assert (told.extrapolated, told.profiled) == (2, True)
+    told = replace(found, trace=replace(found.trace, graph=graph), profiled=True)
+    assert told.extrapolated == 2
     assert told.notes == ("the workspaces of 2 ops are extrapolated from smaller batches",)
 
 
@@ -140,6 +148,7 @@ def test_json_holds_everything_but_the_trace() -> None:
         },
         "predicted_on": predict().predicted_on,
         "profiled": False,
+        "workspaces_from": None,
         "extrapolated": 0,
         "budget_bytes": 4096,
         "fits": True,
@@ -157,6 +166,20 @@ def test_a_profile_adds_workspaces_and_reports_progress(tmp_path: Any, monkeypat
     assert calls
     assert calls[-1][0] == calls[-1][1]
     assert sum(found.categories.values()) == found.peak_bytes >= 2184
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a device there is no need for rules")
+def test_workspaces_on_a_device_that_is_not_here_are_known_by_rule() -> None:
+    model = nn.Conv2d(3, 8, 3)
+    plain, priced = (
+        fit(model, (torch.ones(4, 3, 9, 9),), torch.sum, device="cuda", profile=profile)
+        for profile in (False, True)
+    )
+    assert (plain.profiled, plain.workspaces_from) == (False, None)
+    assert (priced.profiled, priced.workspaces_from) == (False, "rules for CUDA")
+    assert priced.categories[Category.WORKSPACE] > plain.categories[Category.WORKSPACE] == 0
+    assert priced.notes[0].startswith("workspaces are those that CUDA's kernels are known to take")
+    assert priced.predicted_on.startswith("cpu, dry run and rules for CUDA, torch ")
 
 
 # Where the loss comes from ---------------------------------------------------------------------------

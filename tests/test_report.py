@@ -133,9 +133,9 @@ def test_the_printed_rows_add_up_to_the_printed_totals(capsys: pytest.CaptureFix
 
 def test_what_a_card_holds_beside_the_peak_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     found = predict(device="cuda", budget="1MiB")
-    print_fit(replace(found, reserved_bytes=found.peak_bytes + (3 << 20), context_bytes=512 << 20), {})
+    print_fit(replace(found, reserved_bytes=found.peak_bytes + 3072, context_bytes=512 << 20), {})
     lines = capsys.readouterr().out.splitlines()
-    at = lines.index("reserved by PyTorch beyond that: 3.0 MiB")
+    at = lines.index("reserved by PyTorch beyond that: 3.0 KiB")
     assert lines[at + 1 : at + 3] == [
         "CUDA context: 512.0 MiB",
         "fits: 1,019.0 KiB to spare (budget 1.0 MiB)",

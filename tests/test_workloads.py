@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,9 +110,19 @@ def test_sizes_change_the_configuration_and_what_goes_with_it() -> None:
     assert grouped.num_key_value_heads == 4  # 8 for 32 heads
 
 
-def test_transformers_does_not_chatter(capfd: pytest.CaptureFixture[str]) -> None:
-    load("hf:gpt2", SMALL)
-    assert capfd.readouterr() == ("", "")
+def test_transformers_does_not_chatter_about_a_vocabulary_we_made_small() -> None:
+    remarks: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = remarks.append  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.addHandler(handler)
+    try:
+        load("hf:gpt2", SMALL)
+    finally:
+        logger.removeHandler(handler)
+    assert remarks == []
+    assert logger.level == level
 
 
 @pytest.mark.parametrize(
@@ -273,6 +284,9 @@ def bare_example():
 def bad_loss():
     return nn.Linear(3, 2), (torch.ones(5, 3),), 3
 
+def too_many():
+    return nn.Linear(3, 2), (torch.ones(5, 3),), torch.sum, "and more"
+
 def nothing():
     pass
 
@@ -328,6 +342,7 @@ def test_a_file_in_the_working_directory_needs_no_slash(
         (":model_only", r"mine.py:model_only returned a Linear. Expected \(model, example\) or"),
         (":bare_example", r"mine.py:bare_example returned a tuple \(Linear, Tensor\). Expected"),
         (":bad_loss", r"mine.py:bad_loss returned a tuple \(Linear, tuple, int\). Expected"),
+        (":too_many", r"mine.py:too_many returned a tuple \(Linear, tuple, \w+, str\). Expected"),
         (":nothing", "mine.py:nothing returned a NoneType. Expected"),
         (":absent", "mine.py' has no function 'absent'. It has plain, sized, anything, demanding"),
         (":not_a_function", "mine.py' has no function 'not_a_function'. It has plain"),

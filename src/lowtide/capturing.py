@@ -34,11 +34,13 @@ from lowtide.faking import Resident, Twins, faked, unnoticed_by_transformers
 from lowtide.graph import Graph, Origin, Phase, Role
 from lowtide.rules import cuda_rules
 from lowtide.sections import OUTSIDE, Eagerly, Modules, Sections, Spot, dynamo
+from lowtide.shadows import Shadows
 from lowtide.tracing import _home_of, _target_device, _twin_device
 from lowtide.userlines import current_line, described, is_users, line_of
 
 aten = torch.ops.aten
 Loss = Callable[[Any], torch.Tensor]
+Twin = Callable[[torch.Tensor, str], torch.Tensor]  # the fake of a tensor, given its name
 
 # Backward kernels that are handed the running statistics and look at them in evaluation only: positions
 # of the statistics, and of the flag for training (None: the kernel serves training alone).
@@ -70,30 +72,31 @@ def capture(
     in `section` which one is theirs. What runs between them is written down too, with section -1: it is
     part of the step but cannot be rearranged. `graph.notes` name the user's lines where that happens.
 
+    Where the path taken depends on whole numbers of a real example (lengths, masks, labels), it is the path
+    for this example, and the notes say so. On other numbers it cannot depend.
+
     Model and example may be real, or on the meta device; they are left as they were, also after an error.
     Dynamo's caches are emptied: functions compiled before will be compiled again when next called.
 
     Raises:
-        CannotCapture: the path taken depends on numbers, or the model, Dynamo or AOTAutograd fails; the
-            message names the user's line.
+        CannotCapture: the path taken depends on numbers that are not known, or the model, Dynamo or
+            AOTAutograd fails; the message names the user's line.
         BadRequest: nothing in the output depends on a parameter that requires gradients.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    builder, twins = _builder_and_twins(model, device, name)
-    with (
-        _disable_current_modes(),
-        dynamo(),
-        faked(twins, [model, *_criteria(loss, model)], None),
-        _over_fakes(twins, loss) as loss_of_fakes,
-        unnoticed_by_transformers(),
-        cuda_rules() if builder.relabel else nullcontext(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        args, kwargs = _fake_arguments(twins, model, example)
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        builder, twins = _builder_and_twins(model, device, name)
         recorder = _Recorder(builder, twins, model)
-        with twins.mode, recorder:
-            return _recorded(recorder, model, loss_of_fakes, args, kwargs)
+        with (
+            dynamo(),
+            faked(twins, [model, *_criteria(loss, model)], None),
+            _over_fakes(recorder.batch, loss) as loss_of_fakes,
+            unnoticed_by_transformers(),
+            cuda_rules() if builder.relabel else nullcontext(),
+        ):
+            args, kwargs = _fake_arguments(recorder.batch, model, example)
+            with twins.mode, recorder:
+                return _recorded(recorder, model, loss_of_fakes, args, kwargs)
 
 
 def _builder_and_twins(
@@ -112,7 +115,7 @@ def _recorded(
     recorder: _Recorder, model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Graph:
     """Run the step and return its graph. The output is referenced to the end, as in a training loop."""
-    step = torch.compile(_forward, backend=recorder.sections.backend, dynamic=False)
+    step = torch.compile(_captured_step, backend=recorder.sections.backend, dynamic=False)
     with _explained():
         output = step(model, loss, args, kwargs)
     roots = _roots(output, loss)
@@ -122,7 +125,7 @@ def _recorded(
     return recorder.finish()
 
 
-def _forward(model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _captured_step(model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     output = model(*args, **kwargs)
     return output if loss is None else loss(output)
 
@@ -140,6 +143,7 @@ class _Recorder(TorchDispatchMode):
         self._twins = twins
         self._eagerly = Eagerly(model, modules)
         self._accumulation = Accumulation(twins.mode)
+        self._shadows = Shadows()
         self._leaves: list[Resident] = []  # what may get a gradient
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
 
@@ -168,8 +172,27 @@ class _Recorder(TorchDispatchMode):
         if spot.section == OUTSIDE and spot.phase is Phase.BACKWARD:
             # in place where the engine would add so, were these not fakes
             func = aten.add_.Tensor if self._accumulation.in_place(func, args, kwargs) else func
-        result = _run(func, args, kwargs)
+        result = self._run(func, args, kwargs)
         self._record(func, args, kwargs, result, spot)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The fake result of an op; where it is a matter of numbers, what the example's own make of it."""
+        known = isinstance(func, torch._ops.OpOverload)
+        numbers = self._shadows.compute(func, args, kwargs) if known else None
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if numbers is None:
+                raise CannotCapture(
+                    f"the step depends on a number that only exists when it runs: {current_line()}. "
+                    "Choose with torch.where, or decide outside of the model. "
+                    "lowtide.dry_run can follow steps that cannot be captured."
+                ) from None
+            self.sections.notes[f"decided by the numbers in the example: {current_line()}"] = None
+            result = map_tensors(partial(_empty, like=next(tensors_in(args, kwargs))), numbers)
+        if numbers is not None:
+            self._shadows.pair(result, numbers)
         return result
 
     def _outside(self) -> Spot:
@@ -220,6 +243,12 @@ class _Recorder(TorchDispatchMode):
             )
         return self._twins.of(tensor, Role.BATCH, f"constant {tuple(tensor.shape)}")
 
+    def batch(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """A fake in place of a tensor that the step is given."""
+        twin = self._twins.of(tensor, Role.BATCH, name)
+        self._shadows.remember(twin, tensor)
+        return twin.requires_grad_(tensor.requires_grad)
+
     def tangents(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of `roots`, which are there before the step begins."""
         found = []
@@ -259,8 +288,10 @@ class _Recorder(TorchDispatchMode):
 
     def finish(self) -> Graph:
         """The graph of the step, which has just ended: whatever is alive now outlives it."""
+        self.sections.note_breaks()
         if not self.sections.count:
-            raise CannotCapture("Dynamo captured nothing. Is torch.compile disabled (TORCH_COMPILE_DISABLE)?")
+            why = "; ".join(self.sections.notes) or "is it disabled (TORCH_COMPILE_DISABLE)?"
+            raise CannotCapture(f"Dynamo captured nothing: {why}")
         for leaf in self._leaves:
             gradient = None if leaf.fake.grad is None else self._builder.value_of(leaf.fake.grad)
             if gradient is not None and self._builder.values[gradient].role is Role.INTERMEDIATE:
@@ -269,15 +300,8 @@ class _Recorder(TorchDispatchMode):
         return self._builder.finish(value for _, value in self._alive.values() if value is not None)
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    try:
-        return func(*args, **kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        raise CannotCapture(
-            f"the step depends on a number that only exists when it runs: {current_line()}. "
-            "Choose with torch.where, or decide outside of the model. "
-            "lowtide.dry_run can follow steps that cannot be captured."
-        ) from None
+def _empty(number: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(number.shape, dtype=number.dtype, device=like.device)
 
 
 def _ignored(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -291,11 +315,11 @@ def _ignored(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 # Inputs -----------------------------------------------------------------------------------------------
 
 
-def _fake_arguments(twins: Twins, model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _fake_arguments(twin: Twin, model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, torch.Tensor):
         example = (example,)
     if isinstance(example, Mapping):
-        return (), {key: _faked(twins, thing, str(key)) for key, thing in example.items()}
+        return (), {key: _faked(twin, thing, str(key)) for key, thing in example.items()}
     if not isinstance(example, tuple):
         raise BadRequest(
             f"the example is a {type(example).__name__}. "
@@ -303,19 +327,14 @@ def _fake_arguments(twins: Twins, model: nn.Module, example: Any) -> tuple[tuple
         )
     names = list(inspect.signature(model.forward).parameters)
     names += [f"argument {position}" for position in range(len(names), len(example))]
-    return tuple(_faked(twins, thing, name) for thing, name in zip(example, names, strict=False)), {}
+    return tuple(_faked(twin, thing, name) for thing, name in zip(example, names, strict=False)), {}
 
 
-def _faked(twins: Twins, tree: Any, name: str) -> Any:
+def _faked(twin: Twin, tree: Any, name: str) -> Any:
     """`tree` with fakes in place of its tensors, which are part of the batch."""
-
-    def twin(path: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        fake = twins.of(leaf, Role.BATCH, name + keystr(path))
-        return fake.requires_grad_(leaf.requires_grad)
-
-    return tree_map_with_path(twin, tree)
+    return tree_map_with_path(
+        lambda path, leaf: twin(leaf, name + keystr(path)) if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
 
 
 def _captives(loss: Any) -> list[Any]:
@@ -333,12 +352,12 @@ def _criteria(loss: Any, model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _over_fakes(twins: Twins, loss: Any) -> Iterator[Any]:
+def _over_fakes(twin: Twin, loss: Any) -> Iterator[Any]:
     """`loss` with fakes in place of the tensors it closes over."""
     if isinstance(loss, partial):
-        with _over_fakes(twins, loss.func) as func:
-            args = [_faked(twins, thing, "target") for thing in loss.args]
-            keywords = {key: _faked(twins, thing, key) for key, thing in loss.keywords.items()}
+        with _over_fakes(twin, loss.func) as func:
+            args = [_faked(twin, thing, "target") for thing in loss.args]
+            keywords = {key: _faked(twin, thing, key) for key, thing in loss.keywords.items()}
             yield partial(func, *args, **keywords)
         return
     names = getattr(getattr(loss, "__code__", None), "co_freevars", ())
@@ -349,7 +368,7 @@ def _over_fakes(twins: Twins, loss: Any) -> Iterator[Any]:
     ]
     try:
         for cell, contents, name in cells:
-            cell.cell_contents = _faked(twins, contents, name)
+            cell.cell_contents = _faked(twin, contents, name)
         yield loss
     finally:
         for cell, contents, _ in cells:

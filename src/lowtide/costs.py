@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from lowtide.graph import Arg, Graph, Op, Ref, Symbol, Tensor
+from lowtide.errors import BadFile
+from lowtide.graph import Arg, Graph, Op, Ref, Symbol
 
-_SCHEMA = 1
+_OURS = 0x4C54_4944  # SQLite's application_id: a database without it is someone else's
+_SCHEMA = 2
+_TABLE = (
+    "CREATE TABLE costs (environment TEXT, signature TEXT, cost BLOB, checksum INTEGER, "
+    "PRIMARY KEY (environment, signature)) WITHOUT ROWID"
+)
 _WAIT_SECONDS = 30.0  # for another process that is writing
 
 
@@ -47,74 +54,119 @@ def signature(op: Op, graph: Graph) -> str:
     return json.dumps([op.target, [plain(arg) for arg in op.args], kwargs], separators=(",", ":"))
 
 
-def argument_bytes(tensors: Iterable[Tensor], graph: Graph) -> int:
-    """Bytes of the values behind some tensors."""
-    return sum(graph.values[value].bytes for value in {tensor.value for tensor in tensors})
+class _Damaged(sqlite3.DatabaseError):
+    """The file is a database, but not a sound one or not ours."""
 
 
 class CostCache:
     """Costs on disk, for one environment.
 
     Several processes may use one file at once: every write is a transaction. A file that is damaged, or
-    not ours, is set aside and begun anew: a cache may be lost, never wrong.
+    not ours, is set aside (`costs.sqlite.damaged`) and begun anew, and every cost carries a checksum: a
+    cache may be lost, never wrong.
+
+    Raises:
+        BadFile: the file cannot be opened, read or written at all.
     """
 
     def __init__(self, path: Path, environment: str) -> None:
         self.path = path
         self.environment = environment
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._create()
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-                raise
-            self.path.unlink(missing_ok=True)
-            self._create()
+        with self._blamed():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found = _identity(path)
+            try:
+                self._prepare()
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if not _tells_damage(error):
+                    raise
+                # another process may have found the same and begun anew since
+                if _identity(path) == found:
+                    path.replace(path.with_name(f"{path.name}.damaged"))
+                self._prepare()
 
     def get(self, signatures: Iterable[str]) -> dict[str, Cost]:
         """The costs that are known among `signatures`."""
-        found: dict[str, Cost] = {}
-        with closing(self._connect()) as connection:
-            for key in signatures:
-                row = connection.execute(
-                    "SELECT workspace_bytes, seconds, output_bytes, extrapolated FROM costs "
-                    "WHERE environment = ? AND signature = ?",
-                    (self.environment, key),
-                ).fetchone()
-                if row is not None:
-                    outputs = None if row[2] is None else tuple(json.loads(row[2]))
-                    found[key] = Cost(row[0], row[1], outputs, bool(row[3]))
-        return found
+        with self._blamed(), closing(self._connect()) as connection:
+            rows = {key: self._row(connection, key) for key in signatures}
+        return {
+            key: _decoded(row[0])
+            for key, row in rows.items()
+            if row is not None and row[1] == self._checksum(key, row[0])
+        }
 
     def put(self, costs: Mapping[str, Cost]) -> None:
         """Remember costs; all of them or, if this process dies meanwhile, none."""
-        rows = [
-            (
-                self.environment,
-                key,
-                cost.workspace_bytes,
-                cost.seconds,
-                None if cost.output_bytes is None else json.dumps(cost.output_bytes),
-                cost.extrapolated,
-            )
-            for key, cost in costs.items()
-        ]
-        with closing(self._connect()) as connection, connection:
-            connection.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?, ?, ?, ?, ?)", rows)
+        encoded = {key: json.dumps(astuple(cost)).encode() for key, cost in costs.items()}
+        rows = [(self.environment, key, cost, self._checksum(key, cost)) for key, cost in encoded.items()]
+        with self._blamed(), self._transaction() as connection:
+            connection.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?, ?, ?)", rows)
+
+    def _row(self, connection: sqlite3.Connection, key: str) -> tuple[bytes, int] | None:
+        query = "SELECT cost, checksum FROM costs WHERE environment = ? AND signature = ?"
+        try:
+            row: tuple[bytes, int] | None = connection.execute(query, (self.environment, key)).fetchone()
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            if not _tells_damage(error):
+                raise
+            return None
+        return row if row is not None and isinstance(row[0], bytes) else None
+
+    def _checksum(self, key: str, cost: bytes) -> int:
+        return zlib.crc32(b"\0".join((self.environment.encode(), key.encode(), cost)))
+
+    def _prepare(self) -> None:
+        """Make sure that the file is a sound database, with our table in it."""
+        with self._transaction() as connection:
+            if connection.execute("PRAGMA quick_check").fetchone() != (b"ok",):
+                raise _Damaged
+            owner = connection.execute("PRAGMA application_id").fetchone()[0]
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            tables = connection.execute("SELECT sql FROM sqlite_master").fetchall()
+            if (owner, version, tables) == (_OURS, _SCHEMA, [(_TABLE.encode(),)]):
+                return
+            if tables and (owner != _OURS or version == _SCHEMA):
+                raise _Damaged
+            connection.execute("DROP TABLE IF EXISTS costs")
+            connection.execute(_TABLE)
+            connection.execute(f"PRAGMA application_id = {_OURS}")
+            connection.execute(f"PRAGMA user_version = {_SCHEMA}")
 
     def _connect(self) -> sqlite3.Connection:
-        return sqlite3.connect(self.path, timeout=_WAIT_SECONDS)
+        connection = sqlite3.connect(self.path, timeout=_WAIT_SECONDS, isolation_level=None)
+        connection.text_factory = bytes  # what is damaged may not be text any more
+        return connection
 
-    def _create(self) -> None:
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """A connection that no other process writes beside, from before the first look to the commit."""
         with closing(self._connect()) as connection, connection:
-            if connection.execute("PRAGMA quick_check").fetchone() != ("ok",):
-                raise sqlite3.DatabaseError("damaged")
-            version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version != _SCHEMA:
-                connection.execute("DROP TABLE IF EXISTS costs")
-                connection.execute(f"PRAGMA user_version = {_SCHEMA}")
-            connection.execute(
-                "CREATE TABLE IF NOT EXISTS costs (environment TEXT, signature TEXT, "
-                "workspace_bytes INTEGER, seconds REAL, output_bytes TEXT, extrapolated INTEGER, "
-                "PRIMARY KEY (environment, signature)) WITHOUT ROWID"
-            )
+            connection.execute("BEGIN IMMEDIATE")
+            yield connection
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            reason = "it is a directory" if self.path.is_dir() else str(error)
+            raise BadFile(self.path, reason, doing="keep costs in") from error
+
+
+def _decoded(cost: bytes) -> Cost:
+    workspace_bytes, seconds, output_bytes, extrapolated = json.loads(cost)
+    outputs = None if output_bytes is None else tuple(output_bytes)
+    return Cost(workspace_bytes, seconds, outputs, extrapolated)
+
+
+def _tells_damage(error: Exception) -> bool:
+    """Whether SQLite complains of what is in the file, and not of permission, space or a lock."""
+    return not isinstance(error, sqlite3.OperationalError) or error.sqlite_errorcode == sqlite3.SQLITE_ERROR
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """Which file is at `path`, and in which state; None if there is none."""
+    if not path.exists():
+        return None
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,8 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lowtide.caching import cached
 from lowtide.errors import BadRequest, LowtideError
 from lowtide.graph import Op
+from lowtide.profiling import profile as run_each_op
+from lowtide.rules import price
 from lowtide.simulation import Category
 from lowtide.tracing import Trace, dry_run
 from lowtide.units import parse_bytes
@@ -35,10 +38,12 @@ _NO_WORKSPACES = (
     "workspaces are not included: the step was not profiled, and kernels (convolutions above all) "
     "take memory of their own while they run"
 )
-_NO_CARD = (
-    "not counted: what PyTorch's allocator reserves beyond what it hands out, and the CUDA context "
-    "(a few hundred MiB)"
+_BY_RULE = (
+    "workspaces are those that CUDA's kernels are known to take: this machine has no such device to "
+    "profile them on"
 )
+_NO_RESERVE = "what PyTorch's allocator reserves beyond what it hands out"
+_NO_CONTEXT = "the CUDA context (a few hundred MiB)"
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Fit:
     model: str
     trace: Trace
     predicted_on: str
+    profiled: bool  # whether the kernels' workspaces were found by running them
     optimizer: str | None = None
     budget_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -89,9 +95,9 @@ class Fit:
         return self.trace.timeline.peak_op
 
     @property
-    def profiled(self) -> bool:
-        """Whether the kernels' own workspaces are included."""
-        return self.trace.graph.profiled_on is not None
+    def workspaces_from(self) -> str | None:
+        """Where the kernels' own workspaces were learnt; None if they are not included."""
+        return self.trace.graph.profiled_on
 
     @property
     def extrapolated(self) -> int:
@@ -111,11 +117,13 @@ class Fit:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the prediction does not know, in words."""
-        own = [] if self.profiled else [_NO_WORKSPACES]
+        own = [] if self.profiled else [_NO_WORKSPACES if self.workspaces_from is None else _BY_RULE]
         if self.extrapolated:
             own.append(f"the workspaces of {self.extrapolated} ops are extrapolated from smaller batches")
-        if self.device.startswith("cuda") and self.reserved_bytes is None and self.context_bytes is None:
-            own.append(_NO_CARD)
+        if self.device.startswith("cuda"):
+            beside = {_NO_RESERVE: self.reserved_bytes, _NO_CONTEXT: self.context_bytes}
+            unknown = [words for words, size in beside.items() if size is None]
+            own += [f"not counted: {', and '.join(unknown)}"] if unknown else []
         return (*own, *self.trace.graph.notes)
 
     def to_json(self) -> dict[str, Any]:
@@ -134,6 +142,7 @@ class Fit:
             "peak_op": None if op is None else _op_to_json(op),
             "predicted_on": self.predicted_on,
             "profiled": self.profiled,
+            "workspaces_from": self.workspaces_from,
             "extrapolated": self.extrapolated,
             "budget_bytes": self.budget_bytes,
             "fits": self.fits,
@@ -162,9 +171,10 @@ def fit(
     arguments or a dict of keyword arguments; `loss` makes a number of the model's output and may be left
     out if the output is that number or carries it (`.loss`, `["loss"]`, first of a tuple).
 
-    `device` is where the step will run, by default where the model is. With `profile`, and the device on
-    this machine, each distinct op is run once for the workspace its kernel takes, and `progress(done, of)`
-    is called meanwhile; otherwise workspaces are missing from the peak and `notes` say so.
+    `device` is where the step will run, by default where the model is. With `profile`, each distinct op is
+    run once for the workspace its kernel takes, and `progress(done, of)` is called meanwhile; if the device
+    is not on this machine, workspaces are those that CUDA's kernels are known to take. Without it they are
+    missing from the peak. `notes` say which.
 
     Raises:
         BadRequest: an argument makes no sense, the step has no loss, or the model itself raises; then the
@@ -178,13 +188,16 @@ def fit(
         trace = dry_run(
             step, model=model, optimizer=updates, device=device, warmup=0 if updates is None else 1, name=name
         )
-    trace = _with_costs(trace, progress) if profile else trace
+    here = _is_here(trace.graph.device)
+    trace = _with_costs(trace, here, progress) if profile else trace
     return Fit(
         model=name or type(model).__name__,
         trace=trace,
-        predicted_on=_predicted_on(trace),
+        predicted_on=_predicted_on(trace, here),
+        profiled=profile and here,
         optimizer=optimizer,
         budget_bytes=budget_bytes,
+        reserved_bytes=_reserved(trace),
     )
 
 
@@ -301,24 +314,26 @@ def _is_lowtides_bug(error: Exception) -> bool:
 # The costs ------------------------------------------------------------------------------------------
 
 
-def _with_costs(trace: Trace, progress: Progress | None) -> Trace:
-    if _is_here(trace.graph.device):
-        from lowtide.profiling import profile
-
-        return profile(trace, progress=progress)
-    # A device that is not here cannot be profiled. What is known of its kernels (lowtide.rules) will be
-    # added in this one place; until then the trace has no workspaces, and the notes say so.
-    return trace
+def _with_costs(trace: Trace, here: bool, progress: Progress | None) -> Trace:
+    if here:
+        return run_each_op(trace, progress=progress)
+    return replace(trace, graph=price(trace.graph))
 
 
 def _is_here(device: str) -> bool:
     return not device.startswith("cuda") or torch.cuda.is_available()
 
 
-def _predicted_on(trace: Trace) -> str:
-    graph = trace.graph
-    place = graph.device if _is_here(graph.device) else "cpu"
-    how = "dry run" if graph.profiled_on is None else "dry run and profile"
+def _reserved(trace: Trace) -> int | None:
+    """What the caching allocator takes from the device; the CPU has none."""
+    on_cuda = trace.graph.device.startswith("cuda")
+    return cached(trace.graph, trace.schedule).reserved_bytes if on_cuda else None
+
+
+def _predicted_on(trace: Trace, here: bool) -> str:
+    place = trace.graph.device if here else "cpu"
+    costs = "profile" if here else trace.graph.profiled_on
+    how = "dry run" if trace.graph.profiled_on is None else f"dry run and {costs}"
     return f"{place}, {how}, torch {torch.__version__.partition('+')[0]}"
 
 

@@ -43,8 +43,8 @@ class Call:
 
     @property
     def bytes(self) -> int:
-        """Roughly what one run takes: arguments and outputs."""
-        return sum(extent_bytes(tensor) for tensor in (*self.tensors.values(), *self.made))
+        """Roughly what one run takes: arguments and outputs, without what lies before them."""
+        return sum(extent_bytes(replace(tensor, offset=0)) for tensor in (*self.tensors.values(), *self.made))
 
     @property
     def made(self) -> tuple[Tensor, ...]:
@@ -86,15 +86,8 @@ class Call:
                 if tensor.dtype == _OPAQUE and self.target.split(".")[1].endswith("_backward"):
                     raise TypeError("it needs opaque bytes that only its own forward can leave")
                 made[key] = _scratch(tensor, device, fill)
-
-        def real(arg: Arg) -> Any:
-            if isinstance(arg, Ref):
-                return made[arg.tensor]
-            if isinstance(arg, Symbol):
-                return _symbol(arg, device)
-            return [real(item) for item in arg] if isinstance(arg, tuple) else arg
-
-        return [real(arg) for arg in self.args], {name: real(arg) for name, arg in self.kwargs}
+        args = [_real(arg, made, device) for arg in self.args]
+        return args, {name: _real(arg, made, device) for name, arg in self.kwargs}
 
     def _left_by_maker(self, device: torch.device, fill: bool) -> dict[int, torch.Tensor]:
         if self.maker is None:
@@ -131,6 +124,19 @@ def _resized(tensor: Tensor, size: int, smaller: int) -> Tensor:
             stride[axis] = step
             step *= shape[axis]
     return replace(tensor, shape=shape, stride=tuple(stride), offset=0)
+
+
+def _real(arg: Arg, made: dict[int, torch.Tensor], device: torch.device) -> Any:
+    """What to pass for an argument.
+
+    Not a closure: one that calls itself is a reference cycle, and would keep the tensors in it alive until
+    some later collection, in the middle of another measurement.
+    """
+    if isinstance(arg, Ref):
+        return made[arg.tensor]
+    if isinstance(arg, Symbol):
+        return _symbol(arg, device)
+    return [_real(item, made, device) for item in arg] if isinstance(arg, tuple) else arg
 
 
 def _scratch(tensor: Tensor, device: torch.device, fill: bool) -> torch.Tensor:

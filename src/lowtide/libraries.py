@@ -6,9 +6,11 @@ backward in a thread of its own, with a cuBLAS handle and a workspace of its own
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from lowtide.graph import Graph, Phase
+from lowtide.graph import Graph, Phase, Role, Value
 
 _MATRIX_PRODUCTS = frozenset(
     f"aten.{name}"
@@ -31,6 +33,20 @@ def threads_using_matrix_products(graph: Graph) -> tuple[bool, bool]:
     """Whether the step multiplies matrices in the main thread, and in the backward's."""
     phases = {op.phase for op in graph.ops if op.target.rsplit(".", 1)[0] in _MATRIX_PRODUCTS}
     return bool(phases & {Phase.FORWARD, Phase.OPTIMIZER}), bool(phases & {Phase.BACKWARD, Phase.RECOMPUTE})
+
+
+def with_library(graph: Graph, held_bytes: int) -> Graph:
+    """`graph` with what libraries hold, in place of what it said of that before."""
+    known = next((value for value in graph.values if value.role is Role.LIBRARY), None)
+    if known is not None:
+        held = replace(known, bytes=held_bytes)
+        return replace(graph, values=(*graph.values[: held.id], held, *graph.values[held.id + 1 :]))
+    if not held_bytes:
+        return graph
+    held = Value(
+        len(graph.values), held_bytes, Role.LIBRARY, "workspaces that libraries keep", "", graph.device
+    )
+    return replace(graph, values=(*graph.values, held))
 
 
 def library_bytes(graph: Graph, device: torch.device) -> int:

@@ -17,15 +17,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.building import arguments_of
 from lowtide.costs import Cost, CostCache, signature
-from lowtide.errors import BadRequest, DeviceMissing
-from lowtide.graph import Graph, Op, Role, Value
+from lowtide.errors import BadFile
+from lowtide.graph import Graph, Op
 from lowtide.kernels import Call, Failure, measure_calls
-from lowtide.libraries import library_bytes
+from lowtide.libraries import library_bytes, with_library
+from lowtide.measurement import present_device
 from lowtide.tracing import Trace
 
 Progress = Callable[[int, int], None]
 
 _CHUNK = 64  # calls measured under one recording on the CPU
+_SMALL_BYTES = 32 << 20  # a call up to this is quick enough to be run on the CPU without trying it smaller
 _FALLBACK_MEMORY_BYTES = 2 << 30
 _FREE = "aten.lift_fresh.default"  # a constant in the user's code: its bytes are there, no kernel runs
 
@@ -67,8 +69,12 @@ def profile(traced: Graph | Trace, **options: Unpack[Options]) -> Graph | Trace:
     Ops above `caps` are measured at smaller sizes and extrapolated linearly (`op.extrapolated`). Ops
     whose kernel cannot be run on made-up arguments keep a cost of zero and are named in `graph.notes`.
 
+    Where costs cannot be kept, `graph.notes` say so.
+
     Raises:
+        BadRequest: the device is none that lowtide profiles on.
         DeviceMissing: the device is not on this machine.
+        BadFile: `cache` was given and cannot be used.
     """
     if isinstance(traced, Trace):
         return replace(traced, graph=_profile_graph(traced.graph, **options))
@@ -82,17 +88,20 @@ def _profile_graph(
     caps: Caps | None = None,
     progress: Progress | None = None,
 ) -> Graph:
-    where = torch.device(device if device is not None else graph.device)
-    if where.type not in ("cpu", "cuda"):
-        raise BadRequest(f"cannot profile on '{where}'; lowtide profiles on cpu and cuda")
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceMissing(str(where), "profile")
-    store = CostCache(cache or default_cache_path(), environment(where))
+    where = present_device(graph.device if device is None else device, "profile")
+    notes: list[str] = []
+    store: CostCache | None = None
+    try:
+        store = CostCache(cache or default_cache_path(), environment(where))
+    except BadFile as error:
+        if cache is not None:
+            raise
+        notes.append(_not_kept(error))  # a home that cannot be written to is no reason to refuse
     with _disable_current_modes(), torch.random.fork_rng():
-        costs, failures = _costs_of(graph, where, store, caps or _default_caps(where), progress)
+        costs = _costs_of(graph, where, store, caps or _default_caps(where), progress, notes)
         library = library_bytes(graph, where)
     priced = with_costs(graph, costs, profiled_on=device_name(where), library=library)
-    return replace(priced, notes=(*priced.notes, *_failure_notes(failures)))
+    return replace(priced, notes=tuple(dict.fromkeys((*priced.notes, *notes))))
 
 
 def with_costs(graph: Graph, costs: Mapping[str, Cost], *, profiled_on: str, library: int = 0) -> Graph:
@@ -115,11 +124,8 @@ def with_costs(graph: Graph, costs: Mapping[str, Cost], *, profiled_on: str, lib
         if cost.output_bytes is not None and len(cost.output_bytes) == len(op.creates):
             for value, size in zip(op.creates, cost.output_bytes, strict=True):
                 values[value] = replace(values[value], bytes=size)
-    if library:
-        values.append(
-            Value(len(values), library, Role.LIBRARY, "workspaces that libraries keep", "", graph.device)
-        )
-    return replace(graph, ops=tuple(ops), values=tuple(values), profiled_on=profiled_on)
+    priced = replace(graph, ops=tuple(ops), values=tuple(values), profiled_on=profiled_on)
+    return with_library(priced, library)
 
 
 def environment(device: torch.device) -> str:
@@ -160,30 +166,43 @@ def _default_caps(device: torch.device) -> Caps:
 
 
 def _costs_of(
-    graph: Graph, device: torch.device, store: CostCache, caps: Caps, progress: Progress | None
-) -> tuple[dict[str, Cost], list[Failure]]:
+    graph: Graph,
+    device: torch.device,
+    store: CostCache | None,
+    caps: Caps,
+    progress: Progress | None,
+    notes: list[str],
+) -> dict[str, Cost]:
+    """The costs of all ops that have any, looked up or measured; `notes` get what could not be done."""
     wanted: dict[str, Op] = {}
     for op in graph.ops:
         if (op.creates or op.mutates) and op.target != _FREE:
             wanted.setdefault(signature(op, graph), op)
-    costs = store.get(wanted)
-    missing = [(key, call_of(op, graph)) for key, op in wanted.items() if key not in costs]
-    failures: list[Failure] = []
+    calls = {key: call_of(op, graph) for key, op in wanted.items()}
+    costs = {} if store is None else store.get(calls)
+    costs = {key: cost for key, cost in costs.items() if _still_holds(cost, calls[key], caps)}
     done = len(costs)
-    for chunk in _chunks(missing, _CHUNK):
+    for keys in _chunks([key for key in calls if key not in costs], _CHUNK):
         fresh: dict[str, Cost] = {}
-        calls = [call for _, call in chunk]
-        for (key, _), cost in zip(chunk, _measure_within(calls, device, caps), strict=True):
+        for key, cost in zip(keys, _measure_within([calls[key] for key in keys], device, caps), strict=True):
             if isinstance(cost, Failure):
-                failures.append(cost)
+                notes.append(f"could not be profiled, counted without workspace: {cost}")
             else:
                 fresh[key] = cost
             done += 1
             if progress is not None:
                 progress(done, len(wanted))
-        store.put(fresh)
         costs.update(fresh)
-    return costs, failures
+        try:
+            if store is not None:
+                store.put(fresh)
+        except BadFile as error:
+            notes.append(_not_kept(error))  # the measurements themselves are good
+    return costs
+
+
+def _not_kept(error: BadFile) -> str:
+    return f"costs are not kept for the next time: {error}"
 
 
 def call_of(op: Op, graph: Graph) -> Call:
@@ -223,9 +242,14 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 # Caps -----------------------------------------------------------------------------------------------
 
 
+def _still_holds(cost: Cost, call: Call, caps: Caps) -> bool:
+    """Whether a remembered cost is as good as these caps allow: not if the op may now be run in full."""
+    return not cost.extrapolated or call.bytes > caps.op_bytes or cost.seconds > caps.op_seconds
+
+
 def _measure_within(calls: Sequence[Call], device: torch.device, caps: Caps) -> Iterator[Cost | Failure]:
     """Measure calls in order; the small ones together, each large one by itself."""
-    small_bytes = 32 << 20 if device.type == "cpu" else caps.op_bytes
+    small_bytes = min(_SMALL_BYTES, caps.op_bytes) if device.type == "cpu" else caps.op_bytes
     small = [call for call in calls if call.bytes <= small_bytes]
     measured = iter(list(measure_calls(small, device)))
     for call in calls:
@@ -234,7 +258,7 @@ def _measure_within(calls: Sequence[Call], device: torch.device, caps: Caps) -> 
 
 def _measure_large(call: Call, device: torch.device, caps: Caps, small_bytes: int) -> Cost | Failure:
     """A call that may exceed the caps: tried small first, in full if that promises to be quick enough."""
-    shrunk = _shrunk(call, min(small_bytes, caps.op_bytes))
+    shrunk = _shrunk(call, small_bytes, caps)
     if shrunk is None:
         if call.bytes > caps.op_bytes:
             return Failure(f"{call.target}: too large for this machine, and it cannot be made smaller")
@@ -249,7 +273,7 @@ def _measure_large(call: Call, device: torch.device, caps: Caps, small_bytes: in
     return estimate
 
 
-def _shrunk(call: Call, most_bytes: int) -> tuple[int, int, int] | None:
+def _shrunk(call: Call, most_bytes: int, caps: Caps) -> tuple[int, int, int] | None:
     """An extent of the call, and two smaller ones at which the op still works, the larger within the cap.
 
     The batch is tried first: the leading extent of the largest tensor.
@@ -260,7 +284,8 @@ def _shrunk(call: Call, most_bytes: int) -> tuple[int, int, int] | None:
         for half in sorted({max(2, larger), max(2, size // 4)}):
             quarter = max(1, half // 2)
             small = call.resized(size, half)
-            fits = half < size and small.bytes < call.bytes and small.bytes <= 4 * most_bytes
+            most = min(4 * most_bytes, caps.op_bytes, call.bytes - 1)
+            fits = half < size and small.bytes <= most
             if fits and small.is_consistent() and call.resized(size, quarter).is_consistent():
                 return size, half, quarter
     return None
@@ -284,7 +309,3 @@ def _extrapolated(larger: Cost, smaller: Cost, size: int, half: int, quarter: in
         output_bytes=None,
         extrapolated=True,
     )
-
-
-def _failure_notes(failures: Sequence[Failure]) -> Iterator[str]:
-    return (f"could not be profiled, counted without workspace: {failure}" for failure in failures)

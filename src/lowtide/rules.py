@@ -10,6 +10,7 @@ Not imitated: fused recurrent layers (cuDNN's reserve is opaque) and kernels tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,10 +20,10 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from lowtide.graph import Graph, Op, Role, Tensor, Value, argument_tensors
-from lowtide.libraries import threads_using_matrix_products
+from lowtide.graph import Graph, Op, Tensor, argument_tensors
+from lowtide.libraries import threads_using_matrix_products, with_library
 from lowtide.simulation import CUDA
-from lowtide.validation import extent_bytes, item_bytes
+from lowtide.validation import item_bytes
 
 aten = torch.ops.aten
 
@@ -112,9 +113,7 @@ def price(graph: Graph) -> Graph:
         for op in graph.ops
     )
     library = _CUBLAS_BYTES * sum(threads_using_matrix_products(graph))
-    held = Value(len(graph.values), library, Role.LIBRARY, "workspaces that libraries keep", "", graph.device)
-    values = (*graph.values, held) if library else graph.values
-    return replace(graph, ops=ops, values=values, profiled_on="rules for CUDA")
+    return with_library(replace(graph, ops=ops, profiled_on="rules for CUDA"), library)
 
 
 def _convolution(op: Op, graph: Graph) -> int:
@@ -126,21 +125,20 @@ def _convolution(op: Op, graph: Graph) -> int:
     output = graph.tensors[op.outputs[0]] if op.outputs[0] is not None else data
     if _is_pointwise(weight) and data.shape[2:] == output.shape[2:]:
         return 0
-    return _copy(data) + _copy(output) + extent_bytes(weight)
+    return _copy(data) + _copy(output) + _dense(weight)
 
 
 def _convolution_backward(op: Op, graph: Graph) -> int:
     gradient, data, weight, *_ = _arguments(op, graph)
-    whole = _copy(data) + _copy(gradient) + 2 * extent_bytes(weight)
+    whole = _copy(data) + _copy(gradient) + 2 * _dense(weight)
     return whole // 2 if _is_pointwise(weight) and data.shape[2:] == gradient.shape[2:] else whole
 
 
 def _attention_backward(op: Op, graph: Graph) -> int:
     """Gradients of the queries are summed in 32 bits; those of shared keys and values once a query head."""
     _, query, key, _, _, sums, *_ = _arguments(op, graph)
-    elements = extent_bytes(query) // item_bytes(query.dtype)
-    spread = 2 * extent_bytes(query) if query.shape[1] != key.shape[1] else 0
-    return elements * 4 + spread + extent_bytes(sums)
+    spread = 2 * _dense(query) if query.shape[1] != key.shape[1] else 0
+    return 4 * math.prod(query.shape) + spread + _dense(sums)
 
 
 _WORKSPACE: Mapping[str, Callable[[Op, Graph], int]] = {
@@ -161,4 +159,9 @@ def _is_pointwise(weight: Tensor) -> bool:
 def _copy(tensor: Tensor) -> int:
     """Bytes of a copy in channels-last order: none if it is in that order already."""
     channels_last = len(tensor.stride) > 2 and tensor.stride[1] == 1 and tensor.shape[1] > 1
-    return 0 if channels_last else extent_bytes(tensor)
+    return 0 if channels_last else _dense(tensor)
+
+
+def _dense(tensor: Tensor) -> int:
+    """Bytes of the elements alone: a slice of something larger is copied without the rest."""
+    return math.prod(tensor.shape) * item_bytes(tensor.dtype)

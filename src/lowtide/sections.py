@@ -21,6 +21,7 @@ from typing import Any
 import torch._dynamo
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import graph_break_reasons
 from torch._functorch.partitioners import default_partition
 
 from lowtide.attribution import Attribution, Place
@@ -42,7 +43,7 @@ _SETTINGS: Mapping[str, Any] = {
 }
 
 # Loggers that print, before an error is raised, what the error itself says better.
-_CHATTY = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
+_CHATTY = ("torch._dynamo.exc", "torch._dynamo.variables.tensor", "torch._subclasses.fake_tensor")
 
 OUTSIDE = -1  # the section of an op that runs eagerly, between or around the captured graphs
 
@@ -185,12 +186,10 @@ class Sections:
         self.here: Spot | None = None
         self.notes: dict[str, None] = {}
         self.count = 0
+        self._earlier_breaks = len(graph_break_reasons)
 
     def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture one of Dynamo's graphs."""
-        reason = getattr(module, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break:
-            self.notes[_break_note(reason.reason, reason.user_stack)] = None
         graph = _Graph(self)
         compile_ = aot_autograd(
             fw_compiler=graph.compile_forward,
@@ -200,6 +199,11 @@ class Sections:
         )
         compiled: Callable[..., Any] = compile_(module, inputs)
         return compiled
+
+    def note_breaks(self) -> None:
+        """Say where, and why, Dynamo ended a graph before its time."""
+        for reason in graph_break_reasons[self._earlier_breaks :]:
+            self.notes[_break_note(reason.reason, reason.user_stack)] = None
 
     def open(self, captured_in: str | None) -> Section:
         """A new section, for a graph that begins to run now."""
@@ -217,15 +221,6 @@ class Sections:
         path, key = found
         path = section.renamed(path)
         return Spot(phase, path, self.modules.call(path, section.index, key), section.index)
-
-    @contextmanager
-    def at(self, spot: Spot) -> Iterator[None]:
-        """Run one op."""
-        self.here = spot
-        try:
-            yield
-        finally:
-            self.here = None
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
         """Cut a joint graph in two, keeping everything: what to recompute is for lowtide to decide."""
@@ -277,10 +272,12 @@ class _Walk(fx.Interpreter):
         self._phase = phase
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function":
+        if n.op == "call_function":
+            self._sections.here = self._sections.spot(n, self._section, self._phase)
+        try:
             return super().run_node(n)
-        with self._sections.at(self._sections.spot(n, self._section, self._phase)):
-            return super().run_node(n)
+        finally:
+            self._sections.here = None
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

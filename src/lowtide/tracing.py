@@ -79,9 +79,11 @@ def dry_run(
     first step creates are there when the recorded step begins.
 
     The graph has no workspaces and no seconds until it is profiled. Not counted: the random state that
-    checkpointing keeps on the CPU (5 kB a segment) and Python scalars (8 bytes each). Where the step looks at numbers
-    (`loss.item()`), the dry run has none: it assumes what an undisturbed step would see (losses finite,
-    nothing to skip) and says so in `graph.notes`.
+    checkpointing keeps on the CPU (5 kB a segment) and Python scalars (8 bytes each).
+
+    Where the step looks at numbers that do not follow from the batch's own integers (`loss.item()`), the
+    dry run has none: it assumes what an undisturbed step would see (losses finite, nothing to skip) and
+    says so in `graph.notes`.
 
     Raises:
         CannotTrace: the shape of a result depends on numbers, or a tensor that requires gradients takes

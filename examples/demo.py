@@ -19,8 +19,8 @@ hush_libraries()  # before any of them is imported
 import torch  # noqa: E402
 
 import lowtide  # noqa: E402
-from lowtide.fitting import training_step  # noqa: E402
 from lowtide.report.plot import draw, write_picture  # noqa: E402
+from lowtide.training import training_step  # noqa: E402
 from lowtide.zoo import Sizes, workload  # noqa: E402
 from lowtide.zoo.specs import load  # noqa: E402
 

@@ -175,12 +175,13 @@ def test_optimizer_steps_are_within_one_per_cent(name: str, cache: Path) -> None
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     batch = torch.randn(32, 64)
-    optimizer: torch.optim.Optimizer = {
-        "adam": lambda: torch.optim.Adam(model.parameters()),
-        "adamw foreach": lambda: torch.optim.AdamW(model.parameters(), foreach=True),
-        "momentum": lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        "clipped": lambda: torch.optim.AdamW(model.parameters()),
-    }[name]()
+    optimizers: dict[str, torch.optim.Optimizer] = {
+        "adam": torch.optim.Adam(model.parameters()),
+        "adamw foreach": torch.optim.AdamW(model.parameters(), foreach=True),
+        "momentum": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "clipped": torch.optim.AdamW(model.parameters()),
+    }
+    optimizer = optimizers[name]
 
     def step() -> None:
         model(batch).square().mean().backward()

@@ -162,8 +162,7 @@ def test_cuda_is_predicted_where_there_is_none() -> None:
     assert document["device"] == "cuda:0"
     assert all(count % 512 == 0 for count in document["categories"].values())
     assert document["reserved_bytes"] >= document["peak_bytes"]
-    assert document["context_bytes"] is None
-    assert any("CUDA context" in note for note in document["notes"])
+    assert document["context_bytes"] > 100 << 20
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
@@ -196,7 +195,7 @@ def test_the_zoo_is_listed_with_usual_sizes() -> None:
 
 
 def test_the_optimizers_offered_are_the_ones_there_are() -> None:
-    from lowtide.fitting import OPTIMIZERS as KNOWN
+    from lowtide.training import OPTIMIZERS as KNOWN
 
     assert tuple(KNOWN) == OPTIMIZERS
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import random
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -241,7 +239,8 @@ def test_damage_anywhere_loses_costs_but_never_changes_one(tmp_path: Path, sound
     "change",
     [
         "cost = CAST('[2, 1.0, null, false]' AS BLOB)",
-        "cost = '[1, 1.0, null, false]'",
+        "cost = '[2, 1.0, null, false]'",
+        "cost = 7",
         "cost = NULL",
         "checksum = checksum + 1",
         "environment = 'there'",
@@ -303,9 +302,13 @@ def test_a_file_that_is_gone_meanwhile_knows_nothing_and_takes_nothing(path: Pat
 # Several processes ----------------------------------------------------------------------------------
 
 
-def fill(folder: str, name: str, rounds: int, together: Barrier) -> None:
-    """One of several processes: each round meets a file that is not there yet, or is garbage."""
-    for turn in range(rounds):
+NAMES = ("north", "east", "south", "west")
+ROUNDS = 6
+
+
+def fill(folder: str, name: str, together: Barrier) -> None:
+    """What one of several processes does: each round meets a file that is not there yet, or is garbage."""
+    for turn in range(ROUNDS):
         together.wait(60)
         cache = CostCache(Path(folder) / f"{turn}.sqlite", "here")
         for part in range(3):
@@ -313,40 +316,24 @@ def fill(folder: str, name: str, rounds: int, together: Barrier) -> None:
             assert len(cache.get([f"{name} {part}" for part in range(3)])) == part + 1
 
 
-@pytest.fixture
-def rounds() -> int:
-    return 12
-
-
-def run_together(folder: Path, rounds: int) -> Iterator[dict[str, Cost]]:
-    """Four processes fill the same files at once; what each file holds then, in turn."""
+@pytest.mark.parametrize("damaged", [False, True])
+def test_processes_that_write_to_a_new_or_a_damaged_file_at_once_lose_nothing(
+    tmp_path: Path, damaged: bool
+) -> None:
+    for turn in range(ROUNDS if damaged else 0):
+        (tmp_path / f"{turn}.sqlite").write_bytes(random.Random(turn).randbytes(9000))
     spawn = multiprocessing.get_context("spawn")
-    together = spawn.Barrier(4)
-    names = ["north", "east", "south", "west"]
-    processes = [
-        spawn.Process(target=fill, args=(str(folder), name, rounds, together), daemon=True) for name in names
-    ]
+    together = spawn.Barrier(len(NAMES))
+    processes = [spawn.Process(target=fill, args=(str(tmp_path), name, together)) for name in NAMES]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-    keys = [f"{name} {part}" for name in names for part in range(3)]
-    for turn in range(rounds):
-        yield CostCache(folder / f"{turn}.sqlite", "here").get([*keys, "shared"])
-
-
-def test_processes_that_write_at_once_lose_nothing(tmp_path: Path, rounds: int) -> None:
-    for turn, found in enumerate(run_together(tmp_path, rounds)):
-        assert len(found) == 4 * 3 + 1
-        assert found["east 2"] == Cost(turn, 2.0, (2,))
-        assert found["shared"] == Cost(turn, 0.0, None)
-
-
-def test_processes_that_meet_a_damaged_file_at_once_all_go_on(tmp_path: Path, rounds: int) -> None:
-    for turn in range(rounds):
-        (tmp_path / f"{turn}.sqlite").write_bytes(random.Random(turn).randbytes(9000))
-    assert len(list(run_together(tmp_path, rounds))) == rounds
+    for turn in range(ROUNDS):
+        expected = {f"{name} {part}": Cost(turn, float(part), (part,)) for name in NAMES for part in range(3)}
+        expected["shared"] = Cost(turn, 0.0, None)
+        assert CostCache(tmp_path / f"{turn}.sqlite", "here").get(expected) == expected
 
 
 def test_a_file_that_another_process_has_begun_anew_meanwhile_is_not_set_aside(tmp_path: Path) -> None:
@@ -354,12 +341,9 @@ def test_a_file_that_another_process_has_begun_anew_meanwhile_is_not_set_aside(t
     path.write_bytes(b"garbage" * 1000)
 
     class Slow(CostCache):
-        def _prepare(self) -> None:
-            try:
-                super()._prepare()
-            except sqlite3.DatabaseError:
-                CostCache(path, "here").put(COSTS)  # another process is quicker to find the damage
-                raise
+        def _begin_anew(self) -> None:
+            CostCache(path, "here").put(COSTS)  # another process has found the damage, too
+            super()._begin_anew()
 
     assert Slow(path, "here").get(COSTS) == COSTS
 
@@ -379,20 +363,34 @@ def test_a_directory_in_its_place_is_refused_and_left_alone(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "costs.sqlite"
-    with pytest.raises(BadFile, match="cannot keep costs in '.*costs.sqlite': .*(exists|directory)"):
+    with pytest.raises(BadFile, match=r"cannot keep costs in '.*/file/costs.sqlite': .*(exists|directory)"):
         CostCache(path, "here")
 
 
-def test_a_file_that_may_only_be_read_is_refused_and_not_set_aside(path: Path) -> None:
-    class ReadOnly(CostCache):  # by a connection's mode: whoever is root may write anywhere
-        def _connect(self) -> sqlite3.Connection:
-            return sqlite3.connect(f"file:{self.path}?mode=ro", uri=True, isolation_level=None)
+class ReadOnly(CostCache):
+    """A cache that may not be written; by its connection's mode, since whoever is root may write anywhere."""
 
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True, isolation_level=None)
+        connection.text_factory = bytes
+        return connection
+
+
+def test_a_cache_that_may_only_be_read_is_read_and_refuses_what_is_put(path: Path) -> None:
     CostCache(path, "here").put(COSTS)
+    cache = ReadOnly(path, "here")
+    assert cache.get(COSTS) == COSTS
     with pytest.raises(BadFile) as refusal:
-        ReadOnly(path, "here")
+        cache.put({"a": Cost(9, 9.0, None)})
     assert str(refusal.value) == f"cannot keep costs in '{path}': attempt to write a readonly database"
     assert CostCache(path, "here").get(COSTS) == COSTS
+    assert not set_aside(path).exists()
+
+
+def test_a_cache_that_may_not_be_made_is_refused(path: Path) -> None:
+    with pytest.raises(BadFile) as refusal:
+        ReadOnly(path, "here")
+    assert str(refusal.value) == f"cannot keep costs in '{path}': unable to open database file"
 
 
 def test_a_file_that_stays_locked_is_refused_and_not_set_aside(
@@ -424,9 +422,3 @@ def test_a_disk_that_is_full_loses_what_is_put_and_nothing_else(path: Path) -> N
     with pytest.raises(BadFile, match="database or disk is full"):
         cache.put(entries())
     assert cache.get([*COSTS, *entries()]) == COSTS  # all or nothing
-
-
-def test_seconds_that_are_no_number_come_back_as_such(path: Path) -> None:
-    cache = CostCache(path, "here")
-    cache.put({"a": Cost(1, math.inf, None)})
-    assert cache.get(["a"])["a"].seconds == math.inf

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import BadRequest
-from lowtide.fitting import OPTIMIZERS, Fit, fit, training_step
+from lowtide.fitting import Fit, fit
 from lowtide.simulation import Category
+from lowtide.training import OPTIMIZERS, training_step
 
 # 16 rows of 4 floats through 4 → 8 → 2. Bytes: x 256, weights 128 and 64; then
 #   forward    hidden 512 (gone after the relu), relu 512, output 128, loss 4, and its own gradient 4
@@ -99,13 +100,15 @@ def test_the_model_and_its_gradients_stay_as_they_were() -> None:
 def test_what_is_not_known_is_said() -> None:
     (note,) = predict().notes
     assert note.startswith("workspaces are not included")
-    card = predict(device="cuda")
-    assert card.notes == (note, "not counted: the CUDA context (a few hundred MiB)")
-    assert replace(card, reserved_bytes=None).notes[1] == (
-        "not counted: what PyTorch's allocator reserves beyond what it hands out, "
-        "and the CUDA context (a few hundred MiB)"
-    )
-    assert replace(card, context_bytes=1 << 28).notes == (note,)
+    assert predict(device="cuda").notes == (note,)
+
+
+def test_a_peak_that_fits_on_a_card_that_does_not_is_said() -> None:
+    card = predict(device="cuda", budget="600MiB")
+    assert card.fits
+    assert card.card_bytes == (card.reserved_bytes or 0) + (card.context_bytes or 0)
+    assert "the peak is within the budget, but a card needs 69" in card.notes[-1]
+    assert len(predict(device="cuda", budget="800MiB").notes) == 1
 
 
 def test_on_cuda_what_the_allocator_reserves_is_predicted_too() -> None:
@@ -125,6 +128,10 @@ def test_extrapolated_ops_are_counted_and_said() -> None:
 def test_the_prediction_says_where_it_was_made() -> None:
     version = torch.__version__.partition("+")[0]
     assert predict().predicted_on == f"cpu, dry run, torch {version}"
+
+
+def test_it_prints_without_its_thousands_of_ops() -> None:
+    assert repr(predict(name="two layers")).startswith("Fit(model='two layers', predicted_on='cpu, dry run")
 
 
 def test_json_holds_everything_but_the_trace() -> None:

@@ -64,7 +64,7 @@ LEAST = {
 }
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """Notes every operation that runs and every device that a result lives on."""
 
     def __init__(self) -> None:
@@ -277,7 +277,7 @@ def test_a_training_step_gives_a_finite_loss_and_a_finite_gradient_for_every_par
     assert work.name == name
     assert all(module.training for module in work.model.modules())
     loss = loss_of(work)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert loss.shape == ()
     assert loss.isfinite()
     for key, parameter in work.model.named_parameters():

@@ -74,16 +74,8 @@ class CostCache:
         self.environment = environment
         with self._blamed():
             path.parent.mkdir(parents=True, exist_ok=True)
-            found = _identity(path)
-            try:
-                self._prepare()
-            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-                if not _tells_damage(error):
-                    raise
-                # another process may have found the same and begun anew since
-                if _identity(path) == found:
-                    path.replace(path.with_name(f"{path.name}.damaged"))
-                self._prepare()
+            if not self._is_sound():
+                self._begin_anew()
 
     def get(self, signatures: Iterable[str]) -> dict[str, Cost]:
         """The costs that are known among `signatures`."""
@@ -115,6 +107,23 @@ class CostCache:
     def _checksum(self, key: str, cost: bytes) -> int:
         return zlib.crc32(b"\0".join((self.environment.encode(), key.encode(), cost)))
 
+    def _is_sound(self) -> bool:
+        try:
+            self._prepare()
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            if _tells_damage(error):
+                return False
+            raise
+        return True
+
+    def _begin_anew(self) -> None:
+        """Set the file aside, unless another process that found the damage too has done so meanwhile."""
+        with closing(_connected(self.path.with_name(f"{self.path.name}.lock"))) as alone:
+            alone.execute("BEGIN EXCLUSIVE")
+            if not self._is_sound():
+                self.path.replace(self.path.with_name(f"{self.path.name}.damaged"))
+                self._prepare()
+
     def _prepare(self) -> None:
         """Make sure that the file is a sound database, with our table in it."""
         with self._transaction() as connection:
@@ -133,9 +142,7 @@ class CostCache:
             connection.execute(f"PRAGMA user_version = {_SCHEMA}")
 
     def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.path, timeout=_WAIT_SECONDS, isolation_level=None)
-        connection.text_factory = bytes  # what is damaged may not be text any more
-        return connection
+        return _connected(self.path)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -153,6 +160,12 @@ class CostCache:
             raise BadFile(self.path, reason, doing="keep costs in") from error
 
 
+def _connected(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=_WAIT_SECONDS, isolation_level=None)
+    connection.text_factory = bytes  # what is damaged may not be text any more
+    return connection
+
+
 def _decoded(cost: bytes) -> Cost:
     workspace_bytes, seconds, output_bytes, extrapolated = json.loads(cost)
     outputs = None if output_bytes is None else tuple(output_bytes)
@@ -162,11 +175,3 @@ def _decoded(cost: bytes) -> Cost:
 def _tells_damage(error: Exception) -> bool:
     """Whether SQLite complains of what is in the file, and not of permission, space or a lock."""
     return not isinstance(error, sqlite3.OperationalError) or error.sqlite_errorcode == sqlite3.SQLITE_ERROR
-
-
-def _identity(path: Path) -> tuple[int, int, int] | None:
-    """Which file is at `path`, and in which state; None if there is none."""
-    if not path.exists():
-        return None
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -5,8 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,22 +16,14 @@ from lowtide.caching import cached
 from lowtide.errors import BadRequest, LowtideError
 from lowtide.graph import Op
 from lowtide.profiling import profile as run_each_op
-from lowtide.rules import price
+from lowtide.rules import CONTEXT_BYTES, price
 from lowtide.simulation import Category
 from lowtide.tracing import Trace, dry_run
-from lowtide.units import parse_bytes
+from lowtide.training import CALLS_USERS_CODE, Example, Loss, build_optimizer, training_step
+from lowtide.units import format_bytes, parse_bytes
 from lowtide.userlines import is_users, shortened
 
-Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
-Loss: TypeAlias = Callable[[Any], torch.Tensor]
 Progress: TypeAlias = Callable[[int, int], None]  # ops done, ops in all
-
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "momentum": partial(torch.optim.SGD, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
 
 _NO_WORKSPACES = (
     "workspaces are not included: the step was not profiled, and kernels (convolutions above all) "
@@ -42,8 +33,6 @@ _BY_RULE = (
     "workspaces are those that CUDA's kernels are known to take: this machine has no such device to "
     "profile them on"
 )
-_NO_RESERVE = "what PyTorch's allocator reserves beyond what it hands out"
-_NO_CONTEXT = "the CUDA context (a few hundred MiB)"
 
 
 @dataclass(frozen=True)
@@ -52,11 +41,11 @@ class Fit:
 
     Everything is read off `trace`, so the numbers cannot disagree. `reserved_bytes` is the most that
     PyTorch's caching allocator will take from the device (as in `Reading`), `context_bytes` what CUDA
-    itself takes; both are None where they are unknown, and neither is part of the peak or the budget.
+    itself takes; both are None on the CPU, and neither is part of the peak or the budget.
     """
 
     model: str
-    trace: Trace
+    trace: Trace = field(repr=False)  # thousands of ops
     predicted_on: str
     profiled: bool  # whether the kernels' workspaces were found by running them
     optimizer: str | None = None
@@ -115,15 +104,23 @@ class Fit:
         return None if self.margin_bytes is None else self.margin_bytes >= 0
 
     @property
+    def card_bytes(self) -> int | None:
+        """What a card must have for the step to run: reserved memory and context. None on the CPU."""
+        if self.reserved_bytes is None or self.context_bytes is None:
+            return None
+        return self.reserved_bytes + self.context_bytes
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the prediction does not know, in words."""
         own = [] if self.profiled else [_NO_WORKSPACES if self.workspaces_from is None else _BY_RULE]
         if self.extrapolated:
             own.append(f"the workspaces of {self.extrapolated} ops are extrapolated from smaller batches")
-        if self.device.startswith("cuda"):
-            beside = {_NO_RESERVE: self.reserved_bytes, _NO_CONTEXT: self.context_bytes}
-            unknown = [words for words, size in beside.items() if size is None]
-            own += [f"not counted: {', and '.join(unknown)}"] if unknown else []
+        if self.fits and self.card_bytes is not None and self.card_bytes > (self.budget_bytes or 0):
+            own.append(
+                f"the peak is within the budget, but a card needs {format_bytes(self.card_bytes)}: "
+                "what PyTorch reserves and the CUDA context come on top. expandable_segments reserves less"
+            )
         return (*own, *self.trace.graph.notes)
 
     def to_json(self) -> dict[str, Any]:
@@ -182,7 +179,7 @@ def fit(
         CannotTrace: the dry run cannot follow the step.
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
-    updates = None if optimizer is None else _optimizer(optimizer, model, foreach=_on_cuda(model, device))
+    updates = None if optimizer is None else build_optimizer(optimizer, model, device)
     step = training_step(model, example, loss, updates)
     with _blaming_the_users_code():
         trace = dry_run(
@@ -198,98 +195,8 @@ def fit(
         optimizer=optimizer,
         budget_bytes=budget_bytes,
         reserved_bytes=_reserved(trace),
+        context_bytes=CONTEXT_BYTES if trace.graph.device.startswith("cuda") else None,
     )
-
-
-# The step -------------------------------------------------------------------------------------------
-
-
-def training_step(
-    model: nn.Module,
-    example: Example,
-    loss: Loss | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> Callable[[], torch.Tensor]:
-    """The step that nearly every training loop runs; it returns the loss.
-
-    The model's output stays referenced until the step ends, as it does in a loop that gives it a name.
-    """
-    args, kwargs = _arguments(example)
-
-    def step() -> torch.Tensor:
-        if optimizer is not None:
-            optimizer.zero_grad(set_to_none=True)
-        output = model(*args, **kwargs)
-        number = _loss_of(output) if loss is None else _scalar(loss(output))
-        number.backward()
-        if optimizer is not None:
-            optimizer.step()
-        return number.detach()
-
-    return step
-
-
-def _arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, tuple):
-        return example, {}
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    raise BadRequest(
-        f"the example is a {type(example).__name__}. "
-        "Give a tuple of the model's arguments, (images,), or a dict of its keyword arguments."
-    )
-
-
-def _loss_of(output: Any) -> torch.Tensor:
-    """The loss that a model's output is or carries."""
-    if isinstance(output, torch.Tensor):
-        found: object = output
-    elif isinstance(output, Mapping):
-        found = output.get("loss")
-    else:
-        found = getattr(output, "loss", None)
-    if found is None and isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    if isinstance(found, torch.Tensor) and found.numel() == 1:
-        return _scalar(found)
-    raise BadRequest(
-        f"the model's output ({_described(output)}) is not a loss and carries none. "
-        "Beside model and example, give a loss: a function that makes one number of the output."
-    )
-
-
-def _scalar(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise BadRequest(f"the loss must be a tensor of one number, but it is {_described(loss)}.")
-    if not loss.requires_grad:
-        raise BadRequest(
-            "the loss does not depend on anything that requires gradients, so there is nothing to train. "
-            "Are all parameters frozen, or does the forward run under torch.no_grad()?"
-        )
-    return loss
-
-
-def _described(thing: object) -> str:
-    if isinstance(thing, torch.Tensor):
-        return f"a tensor of shape {tuple(thing.shape)}"
-    return f"of type {type(thing).__name__}"
-
-
-def _optimizer(name: str, model: nn.Module, *, foreach: bool) -> torch.optim.Optimizer:
-    if name not in OPTIMIZERS:
-        raise BadRequest(f"there is no optimizer '{name}'. Choose one of {', '.join(OPTIMIZERS)}.")
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise BadRequest("no parameter of the model requires gradients, so there is nothing to optimize.")
-    # On CUDA torch.optim works on all parameters at once, with temporaries as large as all of them.
-    # It decides so by looking at their type and device, and fake ones would not convince it.
-    return OPTIMIZERS[name](trained, foreach=True if foreach else None)
-
-
-def _on_cuda(model: nn.Module, device: str | torch.device | None) -> bool:
-    if device is not None:
-        return str(device).partition(":")[0] == "cuda"
-    return any(parameter.is_cuda for parameter in model.parameters())
 
 
 @contextmanager
@@ -305,13 +212,13 @@ def _blaming_the_users_code() -> Iterator[None]:
 
 
 def _is_lowtides_bug(error: Exception) -> bool:
-    """Whether an error comes from lowtide itself; this file, which calls the user's code, excepted."""
+    """Whether an error comes from lowtide itself; the file that calls the user's code excepted."""
     origin = traceback.extract_tb(error.__traceback__)[-1].filename
     inside = origin.startswith(f"{Path(__file__).parent}/") and not is_users(origin)
-    return inside and origin != __file__
+    return inside and origin != CALLS_USERS_CODE
 
 
-# The costs ------------------------------------------------------------------------------------------
+# Costs -----------------------------------------------------------------------------------------------
 
 
 def _with_costs(trace: Trace, here: bool, progress: Progress | None) -> Trace:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,25 +28,36 @@ from lowtide.validation import item_bytes
 
 aten = torch.ops.aten
 
-CONTEXT_BYTES = (
-    693 << 20
-)  # what the driver and the libraries take for a process that uses torch (H200, CUDA 13)
+CONTEXT_BYTES = 693 << 20  # what driver and libraries take for a process with torch; H200, CUDA 13
 _CUBLAS_BYTES = 32 << 20  # per thread on Hopper; 8.1 MiB on older cards
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
 def cuda_rules() -> Iterator[None]:
-    """While the block runs, dropout and attention choose their kernels as on CUDA.
+    """While the block runs, dropout and attention choose their kernels as on CUDA, and autocast works.
 
-    The functions are replaced where models look them up. A torch-function mode would be the other way,
-    but PyTorch suspends it inside `backward`, where checkpointing runs the forward again.
+    Autocast for CUDA is entered as autocast for the CPU tensors that stand for CUDA's; the two differ in
+    a few ops that only CUDA's keeps in 32 bits.
+
+    Functions are replaced where models look them up. A torch-function mode would be the other way, but
+    PyTorch suspends it inside `backward`, where checkpointing runs the forward again.
     """
     dropout = partial(_dropout, F.dropout)
     attention = partial(_attention, F.scaled_dot_product_attention)
+    enter = torch.autocast.__init__
+
+    def autocast(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **more: Any
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.float16
+        enter(self, device_type, dtype, *rest, **more)
+
     with (
         patch.object(F, "dropout", dropout),
         patch.object(F, "scaled_dot_product_attention", attention),
+        patch.object(torch.autocast, "__init__", autocast),
     ):
         yield
 

@@ -42,8 +42,14 @@ _SETTINGS: Mapping[str, Any] = {
     "allow_rnn": True,
 }
 
-# Loggers that print, before an error is raised, what the error itself says better.
-_CHATTY = ("torch._dynamo.exc", "torch._dynamo.variables.tensor", "torch._subclasses.fake_tensor")
+# Loggers that print, before an error is raised, what the error itself says better; and one that, before
+# torch 2.12, fails to write these settings down. A handler that keeps its report would keep tensors alive.
+_CHATTY = (
+    "torch._dynamo.exc",
+    "torch._dynamo.metrics_context",
+    "torch._dynamo.variables.tensor",
+    "torch._subclasses.fake_tensor",
+)
 
 OUTSIDE = -1  # the section of an op that runs eagerly, between or around the captured graphs
 

@@ -177,7 +177,10 @@ class _Recorder(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if isinstance(kwargs.get("device"), torch.device):  # may name the home of a tensor that has a twin
             kwargs["device"] = self.twins.device(kwargs["device"])
-        if func.namespace == "prim":
+        if func.namespace in (
+            "prim",
+            "profiler",
+        ):  # questions about a tensor, marks for a profiler: no memory
             return func(*args, **kwargs)
         if func is aten.lift_fresh.default:  # a constant written in the user's code, made on the spot
             return self._record(func, (), {}, func(*args, **kwargs))

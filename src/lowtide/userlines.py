@@ -41,11 +41,19 @@ def described(frame: traceback.FrameSummary) -> str:
 
 
 def shortened(error: BaseException) -> str:
-    """An error's traceback with the user's own frames only."""
+    """An error's traceback with the user's own frames only.
+
+    Of installed packages (a model from transformers, say) only the frame that raised is shown.
+    """
     frames: Iterable[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
-    kept = [frame for frame in frames if is_users(frame.filename)]
+    found = [frame for frame in frames if is_users(frame.filename)]
+    kept = [frame for frame in found if not _is_installed(frame.filename) or frame is found[-1]]
     lines = ["Traceback (your frames only):\n", *traceback.format_list(kept)]
     return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
+
+
+def _is_installed(filename: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(filename).parts)
 
 
 def _describe(filename: str, lineno: int, function: str) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lowtide.fitting import Fit
     from lowtide.zoo.setup import Setup
 
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.fitting, which would import torch
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.training, which would import torch
 _SIZES = {
     "vocab": "Words in the vocabulary.",
     "heads": "Attention heads.",

@@ -41,7 +41,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-_LABEL_BOX = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+_LABEL_BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
 _MOST_POINTS = 800  # about what a screen can show; an SVG of any step stays small
 _STRIP = 0.05  # height of the strip that names the phases, as a part of the axes
 _LETTER = 0.0125  # width of a letter in it, likewise
@@ -170,7 +170,7 @@ def _draw_budget(axes: Axes, timeline: Timeline, budget_bytes: int | None, unit:
         f"budget {format_bytes(budget_bytes)}{' (far above, not to scale)' if far else ''}",
         (1 if right else 0, height),
         xycoords=("axes fraction", "data"),
-        xytext=(-6 if right else 6, 4),
+        xytext=(-6 if right else 6, 7),
         textcoords="offset points",
         ha="right" if right else "left",
         size=9,

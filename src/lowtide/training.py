@@ -1,0 +1,114 @@
+"""The usual training step: forward, loss, backward, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lowtide.errors import BadRequest
+
+Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
+Loss: TypeAlias = Callable[[Any], torch.Tensor]
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+CALLS_USERS_CODE = __file__  # an error that arises in this file is the user's: a loss that takes nothing, say
+
+
+def training_step(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Callable[[], torch.Tensor]:
+    """The step that nearly every training loop runs; it returns the loss.
+
+    The model's output stays referenced until the step ends, as it does in a loop that gives it a name.
+    """
+    args, kwargs = _arguments(example)
+
+    def step() -> torch.Tensor:
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none=True)
+        output = model(*args, **kwargs)
+        number = _loss_of(output) if loss is None else _scalar(loss(output))
+        number.backward()
+        if optimizer is not None:
+            optimizer.step()
+        return number.detach()
+
+    return step
+
+
+def _arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, tuple):
+        return example, {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    raise BadRequest(
+        f"the example is a {type(example).__name__}. "
+        "Give a tuple of the model's arguments, (images,), or a dict of its keyword arguments."
+    )
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The loss that a model's output is or carries."""
+    if isinstance(output, torch.Tensor):
+        found: object = output
+    elif isinstance(output, Mapping):
+        found = output.get("loss")
+    else:
+        found = getattr(output, "loss", None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if isinstance(found, torch.Tensor) and found.numel() == 1:
+        return _scalar(found)
+    raise BadRequest(
+        f"the model's output ({_described(output)}) is not a loss and carries none. "
+        "Beside model and example, give a loss: a function that makes one number of the output."
+    )
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise BadRequest(f"the loss must be a tensor of one number, but it is {_described(loss)}.")
+    if not loss.requires_grad:
+        raise BadRequest(
+            "the loss does not depend on anything that requires gradients, so there is nothing to train. "
+            "Are all parameters frozen, or does the forward run under torch.no_grad()?"
+        )
+    return loss
+
+
+def _described(thing: object) -> str:
+    if isinstance(thing, torch.Tensor):
+        return f"a tensor of shape {tuple(thing.shape)}"
+    return f"of type {type(thing).__name__}"
+
+
+def build_optimizer(
+    name: str, model: nn.Module, device: str | torch.device | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of that name over what `model` trains, as it will work on `device`."""
+    if name not in OPTIMIZERS:
+        raise BadRequest(f"there is no optimizer '{name}'. Choose one of {', '.join(OPTIMIZERS)}.")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise BadRequest("no parameter of the model requires gradients, so there is nothing to optimize.")
+    # On CUDA torch.optim works on all parameters at once, with temporaries as large as all of them.
+    # It decides so by looking at their type and device, and fake ones would not convince it.
+    return OPTIMIZERS[name](trained, foreach=True if _on_cuda(model, device) else None)
+
+
+def _on_cuda(model: nn.Module, device: str | torch.device | None) -> bool:
+    if device is not None:
+        return str(device).partition(":")[0] == "cuda"
+    return any(parameter.is_cuda for parameter in model.parameters())

@@ -38,6 +38,7 @@ def main() -> None:
         command.add_argument("-o", "--output", type=Path, required=True)
         command.add_argument("--row", type=int, help="this row only, in this process")
         command.add_argument("--cache", type=Path, help="where profiled costs are kept")
+        command.add_argument("--commit", default="unknown", help="of the code, to be written down")
     table = commands.add_parser("table")
     table.add_argument("files", nargs=2, type=Path)
     table.add_argument("-o", "--output", type=Path, required=True)
@@ -50,7 +51,7 @@ def main() -> None:
         print(json.dumps(work(ROWS[chosen.row], chosen.cache)))
     else:
         rows = [row_in_own_process(chosen, index) for index in range(len(ROWS))]
-        write_text(chosen.output, json.dumps({"machine": machine(), "rows": rows}, indent=1))
+        write_text(chosen.output, json.dumps({"machine": machine(chosen.commit), "rows": rows}, indent=1))
 
 
 def row_in_own_process(chosen: argparse.Namespace, index: int) -> dict[str, Any]:
@@ -146,15 +147,12 @@ def described(row: Row, trace: Trace) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, str]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+def machine(commit: str) -> dict[str, str]:
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit or "unknown",
+        "commit": commit,
         "seed": "0",
         "date": time.strftime("%Y-%m-%d"),
     }

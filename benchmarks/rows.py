@@ -63,7 +63,7 @@ def _autocast_row(name: str, batch: int, tokens: int) -> Row:
 
         return Made(work.model, step, optimizer)
 
-    return Row(f"{name}, {batch}×{tokens}, bf16 autocast, AdamW", build, held_out=True)
+    return Row(f"{name}, {batch}×{tokens}, bf16 autocast, AdamW", build)
 
 
 def _hf_row(

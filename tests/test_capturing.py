@@ -35,6 +35,7 @@ from lowtide.simulation import Timeline, simulate
 from lowtide.validation import validate
 from lowtide.zoo import Sizes, workload
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 LOSS_BYTES = 4  # the gradient of the loss: resident for us, made by `backward()` in a real step
 
 
@@ -464,6 +465,9 @@ def test_the_straight_schedule_holds_what_running_the_graphs_holds(name: str) ->
     assert executed(case).growth_bytes == pytest.approx(predicted, rel=0.01)
 
 
+@pytest.mark.skipif(
+    TORCH < (2, 13), reason="older engines hold what enters the backward of a graph until it is over"
+)
 @pytest.mark.parametrize("name", ["broken", "loop", "skips"])
 def test_steps_of_many_graphs_are_predicted_to_the_byte(name: str) -> None:
     case, graph = captured(name)

@@ -68,9 +68,12 @@ def capture(
     given, and are resident. Neither `.grad` nor the optimizer plays a part: the graph is of a first step.
 
     The straight schedule of the graph holds what running the captured graphs holds that keep everything,
-    except for workspaces, which a profile adds. Where Dynamo breaks the step into several graphs, ops say
-    in `section` which one is theirs. What runs between them is written down too, with section -1: it is
-    part of the step but cannot be rearranged. `graph.notes` name the user's lines where that happens.
+    except for workspaces, which a profile adds. (Before torch 2.13 the engine also holds what enters the
+    backward of a section until that is over.)
+
+    Where Dynamo breaks the step into several graphs, ops say in `section` which one is theirs. What runs
+    between them is written down too, with section -1: it is part of the step but cannot be rearranged.
+    `graph.notes` name the user's lines where that happens.
 
     Where the path taken depends on whole numbers of a real example (lengths, masks, labels), it is the path
     for this example, and the notes say so. On other numbers it cannot depend.

@@ -7,6 +7,7 @@ A cost belongs to a *signature* (op, shapes, strides, dtypes, other arguments) i
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -117,11 +118,16 @@ class CostCache:
         return True
 
     def _begin_anew(self) -> None:
-        """Set the file aside, unless another process that found the damage too has done so meanwhile."""
+        """Set the file aside, unless another process that found the damage too has done so meanwhile.
+
+        It is copied and emptied, not renamed: a process that still looks at it would else take the
+        journal of the new one for its own, and undo it.
+        """
         with closing(_connected(self.path.with_name(f"{self.path.name}.lock"))) as alone:
             alone.execute("BEGIN EXCLUSIVE")
             if not self._is_sound():
-                self.path.replace(self.path.with_name(f"{self.path.name}.damaged"))
+                shutil.copyfile(self.path, self.path.with_name(f"{self.path.name}.damaged"))
+                self.path.write_bytes(b"")
                 self._prepare()
 
     def _prepare(self) -> None:

@@ -91,11 +91,13 @@ class Call:
         if self.maker is None:
             return {}
         results = leaves(self.maker._run(*self.maker.prepare(device, fill)))
-        pairs = zip(self.maker.outputs, results, strict=True)
+        # like a graph's op, without outputs that are plain numbers
+        tensors = [real for real in results if real is None or isinstance(real, torch.Tensor)]
+        pairs = zip(self.maker.outputs, tensors, strict=True)
         return {
             tensor.id: real
             for tensor, real in pairs
-            if tensor is not None and tensor.id in self.tensors and isinstance(real, torch.Tensor)
+            if tensor is not None and real is not None and tensor.id in self.tensors
         }
 
     def _run(self, args: list[Any], kwargs: dict[str, Any]) -> Any:

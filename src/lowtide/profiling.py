@@ -130,25 +130,33 @@ def with_costs(graph: Graph, costs: Mapping[str, Cost], *, profiled_on: str, lib
 
 def environment(device: torch.device) -> str:
     """Everything besides an op's signature that decides which kernel runs and what it takes."""
-    backends = torch.backends
+    backends: Any = torch.backends  # torch adds parts of it at run time
     facts: dict[str, Any] = {
         "device": device_name(device),
         "torch": torch.__version__,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul precision": torch.get_float32_matmul_precision(),
     }
+    # Asked backend by backend: torch.get_float32_matmul_precision and allow_tf32 raise an error where
+    # someone has set precisions the new way.
     if device.type == "cuda":
         facts |= {
             "cuda": torch.version.cuda,
             "cudnn": backends.cudnn.version(),
             "cudnn flags": [backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic],
-            "tf32": [backends.cuda.matmul.fp32_precision, backends.cudnn.fp32_precision],
+            "precision": [
+                backend.fp32_precision
+                for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+            ],
         }
     else:
         facts |= {
             "threads": torch.get_num_threads(),
             "capability": backends.cpu.get_cpu_capability(),
             "mkldnn": [backends.mkldnn.enabled, backends.mkldnn.deterministic],
+            "precision": [
+                backend.fp32_precision
+                for backend in (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
+            ],
         }
     return json.dumps(facts, sort_keys=True)
 

@@ -37,14 +37,15 @@ _HALF = (torch.float16, torch.bfloat16)
 def cuda_rules() -> Iterator[None]:
     """While the block runs, dropout and attention choose their kernels as on CUDA, and autocast works.
 
-    Autocast for CUDA is entered as autocast for the CPU tensors that stand for CUDA's; the two differ in
-    a few ops that only CUDA's keeps in 32 bits.
+    Autocast for CUDA is entered as autocast for the CPU tensors that stand for CUDA's. The two differ in
+    which ops they run in 32 bits; of those only cross entropy, the one that weighs, is imitated.
 
     Functions are replaced where models look them up. A torch-function mode would be the other way, but
     PyTorch suspends it inside `backward`, where checkpointing runs the forward again.
     """
     dropout = partial(_dropout, F.dropout)
     attention = partial(_attention, F.scaled_dot_product_attention)
+    cross_entropy = partial(_cross_entropy, F.cross_entropy)
     enter = torch.autocast.__init__
 
     def autocast(
@@ -57,6 +58,7 @@ def cuda_rules() -> Iterator[None]:
     with (
         patch.object(F, "dropout", dropout),
         patch.object(F, "scaled_dot_product_attention", attention),
+        patch.object(F, "cross_entropy", cross_entropy),
         patch.object(torch.autocast, "__init__", autocast),
     ):
         yield
@@ -74,6 +76,17 @@ def _dropout(
         return plain(input, p, training, inplace)
     kept: torch.Tensor = torch.native_dropout(input, p, training)[0]
     return kept
+
+
+def _cross_entropy(
+    plain: Callable[..., torch.Tensor], input: torch.Tensor, target: torch.Tensor, *rest: Any, **more: Any
+) -> torch.Tensor:
+    """CUDA's autocast takes logarithms in half precision; the CPU's copies the scores to 32 bits first."""
+    simple = not rest and more.keys() <= {"ignore_index", "reduction"} and not target.is_floating_point()
+    if not (simple and input.dtype in _HALF and torch.is_autocast_enabled("cpu")):
+        return plain(input, target, *rest, **more)
+    with torch.autocast("cpu", enabled=False):
+        return F.nll_loss(F.log_softmax(input, 1).float(), target, **more)
 
 
 def _attention(

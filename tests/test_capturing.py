@@ -106,7 +106,7 @@ def test_a_small_network_gives_exactly_these_ops() -> None:
         ("backward", "0", "aten.mm.default"),
         ("backward", "0", "aten.sum.dim_IntList"),
     ]
-    assert {op.section for op in graph.ops} == {0}
+    assert {(op.section, op.call) for op in graph.ops} == {(0, 0)}
     assert names(graph, Role.PARAMETER) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert names(graph, Role.BATCH) == ["input", "gradient of the loss"]
     assert [graph.values[value].module for value in graph.resident[:4]] == ["0", "0", "2", "2"]
@@ -519,6 +519,14 @@ def test_notes_name_the_line_of_every_graph_break() -> None:
     assert 'in forward: `print(end="")`' in notes[1]
 
 
+def test_notes_speak_of_this_capture_only() -> None:
+    try:
+        torch.compile(Broken(), backend="eager")(torch.randn(8, 64))
+        assert capture(nn.Linear(8, 4), (torch.randn(5, 8),)).notes == ()
+    finally:
+        torch._dynamo.reset()
+
+
 def test_what_runs_between_graphs_is_in_the_graph_but_marked_and_noted() -> None:
     _, graph = captured("eager")
     outside = [(op.phase.value, op.target.split(".")[1]) for op in graph.ops if op.section == OUTSIDE]
@@ -549,6 +557,10 @@ def test_a_graph_that_is_used_again_is_a_section_each_time_with_its_own_modules(
             )
         ]
         assert sorted(set(places)) == sorted(expected)
+    between = {
+        (op.module, op.call) for op in graph.ops if op.target in ("aten.relu.default", "aten.add.Tensor")
+    }
+    assert between == {(f"blocks.{block}", 0) for block in range(4)}  # one call, though it is broken
 
 
 def test_a_block_of_many_sizes_is_captured_for_each_of_them() -> None:
@@ -870,6 +882,7 @@ def test_the_model_is_left_as_it_was(refuse: bool) -> None:
 def test_the_model_can_be_compiled_and_trained_afterwards() -> None:
     model, x = Broken(), torch.randn(8, 64)
     capture(model, (x,))
+    assert torch._dynamo.eval_frame._debug_get_cache_entry_list(Broken.forward.__code__) == []
     compiled = torch.compile(model, backend="aot_eager")
     try:
         loss = compiled(x)

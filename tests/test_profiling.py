@@ -19,7 +19,7 @@ from handmade import Drawing
 from lowtide import profiling
 from lowtide.costs import Cost, CostCache, signature
 from lowtide.errors import BadFile, BadRequest, DeviceMissing
-from lowtide.graph import Graph, Op, Ref, Role, Symbol, Tensor
+from lowtide.graph import Arg, Graph, Op, Ref, Role, Symbol, Tensor
 from lowtide.kernels import Call, Failure, measure_calls, resolve
 from lowtide.measurement import growth, measure, record_cpu
 from lowtide.profiling import Caps, call_of, environment, profile, with_costs
@@ -53,10 +53,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     return found
 
 
-def convolutions(batch: int = 4) -> tuple[nn.Module, torch.Tensor]:
+def convolutions(batch: int = 4, extent: int = 12) -> tuple[nn.Module, torch.Tensor]:
     """Three convolutions, of which the last two are alike."""
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)]
-    return nn.Sequential(*layers, nn.Flatten()), torch.ones(batch, 3, 16, 16)
+    return nn.Sequential(*layers, nn.Flatten()), torch.ones(batch, 3, extent, extent)
 
 
 def step_of(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
@@ -87,10 +87,9 @@ def one_op(target: str, count: int = 64, **keywords: Any) -> Graph:
 
 def peak_of(op: Op, graph: Graph) -> int:
     """What one run of an op holds at most, measured without the profiler under test."""
-    values = {
-        ref.tensor: torch.rand(graph.tensors[ref.tensor].shape) for ref in op.args if isinstance(ref, Ref)
-    }
-    args = [values[arg.tensor] if isinstance(arg, Ref) else arg for arg in op.args]
+    described = (graph.tensors[ref.tensor] for ref in op.args if isinstance(ref, Ref))
+    made = {one.id: torch.rand(10_000).as_strided(one.shape, one.stride) for one in described}
+    args = [made[arg.tensor] if isinstance(arg, Ref) else arg for arg in op.args]
     resolve(op.target)(*args)
     return max(growth(record_cpu(lambda: resolve(op.target)(*args))[0]))
 
@@ -111,14 +110,10 @@ def test_an_op_that_needs_nothing_beyond_its_output_has_no_workspace(cache: Path
 
 
 def test_a_workspace_that_is_known_by_hand(cache: Path) -> None:
-    """`aten.nanmean` is written in terms of others: it holds a mask, its negation and a sum meanwhile."""
-    drawing = Drawing()
-    drawing.value("x", 4000, Role.BATCH)
-    drawing.value("mean", 4)
-    drawing.op("aten.frobenius_norm.dim", [0], [1], extra=[(0,), False])
-    tensors = (Tensor(0, 0, (1000,), (1,), 0, "float32"), Tensor(1, 1, (), (), 0, "float32"))
-    graph = replace(drawing.graph(), tensors=tensors)
-    assert profile(graph, cache=cache).ops[0].workspace_bytes == peak_of(graph.ops[0], graph) - 4
+    """The convolution of one sample that oneDNN does not take (float64) unfolds its input: 3×3×3 × 12×12."""
+    model = nn.Conv2d(3, 8, 3, padding=1).double()
+    graph = profile(traced(model, torch.ones(1, 3, 12, 12).double()).graph, cache=cache)
+    assert ops_called(graph, "convolution")[0].workspace_bytes == (3 * 3 * 3) * (12 * 12) * 8
 
 
 def test_a_profiled_dry_run_predicts_the_measured_growth_to_the_byte(cache: Path) -> None:
@@ -336,21 +331,62 @@ def test_a_call_weighs_its_arguments_and_outputs_without_what_lies_before_them()
     assert moved.bytes == call.bytes
 
 
-def test_a_call_is_made_smaller_along_its_batch() -> None:
-    call = call_to("aten.relu.default", (16, 8), (16, 8))  # 1,024 bytes
-    roomy = Caps(op_bytes=10**9)
-    assert profiling._shrunk(call, 512, roomy) == (16, 4, 2)
-    assert profiling._shrunk(call, 200, roomy) == (16, 3, 1)
-    assert profiling._shrunk(call, 60, roomy) == (16, 2, 1)
-    assert profiling._shrunk(call, 31, roomy) == (8, 2, 1)  # two rows of 16 are more than four times 31
-    assert profiling._shrunk(call, 200, Caps(op_bytes=191)) == (8, 2, 1)
-    assert profiling._shrunk(call, 10, roomy) is None
-    assert profiling._shrunk(call_to("aten.relu.default", (2, 1), (2, 1)), 8, roomy) is None
+def sizes_cut(call: Call, most_bytes: int, op_bytes: int = 10**9) -> list[tuple[int, int, int]]:
+    found = profiling._cuts(call, most_bytes, Caps(op_bytes))
+    return [(cut.size, cut.half, cut.quarter) for cut in found]
+
+
+def test_a_call_is_made_smaller_along_its_batch_first() -> None:
+    call = call_to("aten.relu.default", (64, 32), (64, 32))  # 16,384 bytes: 256 a row, 512 a column
+    assert sizes_cut(call, 8192)[0] == (64, 16, 8)  # a quarter, or what most_bytes hold if that is less
+    assert sizes_cut(call, 2560)[0] == (64, 10, 5)
+    assert sizes_cut(call, 512) == [(64, 4, 2), (32, 4, 2), (64, 2, 1), (32, 2, 1)]  # to one only at last
+    assert sizes_cut(call, 256) == [(64, 4, 2), (64, 2, 1), (32, 2, 1)]  # up to four times most_bytes
+    assert sizes_cut(call, 255) == [(64, 2, 1)]
+    assert sizes_cut(call, 127) == []
+    assert sizes_cut(call_to("aten.relu.default", (2, 1), (2, 1)), 8) == []
+
+
+def test_a_call_made_smaller_is_within_the_caps_and_smaller() -> None:
+    call = call_to("aten.relu.default", (64, 32), (64, 32))
+    assert sizes_cut(call, 2560, op_bytes=2560)[0] == (64, 10, 5)
+    assert sizes_cut(call, 2560, op_bytes=2559) == [(64, 5, 2), (32, 4, 2), (64, 2, 1), (32, 2, 1)]
+    assert all(cut.larger.bytes < call.bytes for cut in profiling._cuts(call, 10**6, Caps(10**9)))
+    expanded = replace(call, tensors={0: replace(call.tensors[0], stride=(0, 0))}, outputs=())
+    assert sizes_cut(expanded, 10**6) == []  # as heavy whatever its extents
 
 
 def test_an_extent_at_which_the_op_would_not_work_is_not_touched() -> None:
-    call = call_to("aten.view.default", (6, 4), (24,), (24,))
-    assert profiling._shrunk(call, 96, Caps(op_bytes=10**9)) is None
+    assert sizes_cut(call_to("aten.view.default", (6, 4), (24,), (24,)), 150) == []
+    assert sizes_cut(call_to("aten.view.default", (6, 4), (6, 2, 2), (6, 2, 2)), 150) == [
+        (6, 4, 2),
+        (6, 2, 1),
+    ]
+
+
+def test_a_batch_as_large_as_another_extent_is_cut_alone() -> None:
+    model = nn.Conv2d(8, 8, 3, padding=1)
+    graph = traced(nn.Sequential(model, nn.Flatten()), torch.ones(8, 8, 8, 8)).graph
+    (forward,), (backward,) = ops_called(graph, "convolution"), ops_called(graph, "convolution_backward")
+    call = call_of(forward, graph)
+    first = next(profiling._cuts(call, call.bytes // 2, Caps(10**9)))
+    assert [tensor.shape for tensor in first.larger.tensors.values()] == [(4, 8, 8, 8), (8, 8, 3, 3), (8,)]
+    assert [tensor.shape for tensor in first.smaller.made] == [(2, 8, 8, 8)]
+    call = call_of(backward, graph)
+    first = next(profiling._cuts(call, call.bytes // 2, Caps(10**9)))
+    assert [tensor.shape[0] for tensor in first.larger.tensors.values()] == [4, 4, 8]
+    assert [tensor.shape for tensor in first.larger.made] == [(8, 8, 3, 3), (8,)]
+    assert (8,) in first.larger.args  # the sizes of the bias
+
+
+def test_what_belongs_to_the_model_is_cut_only_if_nothing_else_helps() -> None:
+    table = nn.Embedding(1000, 16)
+    indices = torch.zeros(4, dtype=torch.int64)
+    graph = dry_run(lambda: table(indices).sum().backward(), model=table).graph
+    call = call_of(ops_called(graph, "embedding")[0], graph)
+    assert len(call.weights) == 1
+    first = next(profiling._cuts(call, call.bytes // 2, Caps(10**9)))
+    assert [tensor.shape for tensor in first.larger.tensors.values()] == [(250, 16), (4,)]
 
 
 def test_costs_are_extrapolated_along_a_line() -> None:
@@ -361,26 +397,35 @@ def test_costs_are_extrapolated_along_a_line() -> None:
     assert (falling.workspace_bytes, falling.seconds) == (0, 0.0)
 
 
-def test_a_resized_call_keeps_the_order_of_strides_and_every_other_number() -> None:
-    channels_last = Tensor(0, 0, (16, 3, 8, 8), (192, 1, 24, 3), 5, "float32")
+def test_a_cut_call_keeps_the_order_of_strides_and_every_other_number() -> None:
+    channels_last = Tensor(0, 0, (16, 3, 16, 8), (384, 1, 24, 3), 5, "float32")
     expanded = Tensor(1, 1, (16, 4), (0, 1), 0, "float32")
+    weight = Tensor(2, 2, (16, 16), (1, 16), 0, "float32")
     call = Call(
         "aten.made_up.default",
-        (Ref(0), 16, (16, 8, True), ((16,), Ref(1))),
+        (Ref(0), 16, (8, 16, 16), (16, True), ((16,), Ref(1))),
         (("size", (16, 16)), ("other", 16)),
-        {0: channels_last, 1: expanded},
-        (None, expanded),
-        maker=call_to("aten.relu.default", (16,), (16,)),
+        {0: channels_last, 1: expanded, 2: weight},
+        (None, expanded, weight),
+        maker=call_to("aten.relu.default", (16,), (16,), (16,)),
+        weights=frozenset({2}),
     )
-    small = call.resized(16, 2)
-    assert small.args == (Ref(0), 16, (2, 8, True), ((2,), Ref(1)))
-    assert small.kwargs == (("size", (2, 2)), ("other", 16))
-    assert small.tensors[0] == Tensor(0, 0, (2, 3, 8, 8), (192, 1, 24, 3), 0, "float32")
+    small = call.cut(16, 2, weights=False, lists=False)
+    assert (small.args, small.kwargs) == (call.args, call.kwargs)
+    assert small.tensors[0] == Tensor(0, 0, (2, 3, 16, 8), (384, 1, 24, 3), 0, "float32")
     assert small.tensors[1] == Tensor(1, 1, (2, 4), (0, 1), 0, "float32")
-    assert small.outputs == (None, small.tensors[1])
-    assert small.maker == call_to("aten.relu.default", (2,), (2,))
-    assert call.resized(3, 1).tensors[0].stride == (64, 1, 8, 1)
-    assert call.resized(1, 5).args == call.args
+    assert small.tensors[2] == weight
+    assert small.outputs == (None, small.tensors[1], weight)
+    assert small.maker == call_to("aten.relu.default", (2,), (2,), (16,))
+
+    small = call.cut(16, 2, weights=True, lists=True)
+    assert small.args == (Ref(0), 16, (8, 2, 16), (16, True), ((2,), Ref(1)))
+    assert small.kwargs == (("size", (2, 16)), ("other", 16))
+    assert small.tensors[2] == Tensor(2, 2, (2, 16), (1, 2), 0, "float32")
+    assert small.outputs == (None, small.tensors[1], small.tensors[2])
+    assert small.maker == call_to("aten.relu.default", (2,), (2,), (2,))
+    assert call.cut(3, 1, weights=True, lists=True).tensors[0].stride == (128, 1, 8, 1)
+    assert call.cut(5, 1, weights=True, lists=True) == call
 
 
 def capped(graph: Graph, share: float) -> Caps:
@@ -389,29 +434,36 @@ def capped(graph: Graph, share: float) -> Caps:
     return Caps(op_bytes=int(share * min(call.bytes for call in calls)))
 
 
-def test_an_extrapolated_workspace_is_that_of_the_full_convolution(tmp_path: Path, runs: list[Call]) -> None:
+@pytest.mark.parametrize("name", ["convolution", "convolution_backward"])
+@pytest.mark.parametrize("batch", [16, 8, 32])  # 8 is also the number of channels, 32 the height and width
+def test_an_extrapolated_workspace_is_that_of_the_full_convolution(
+    tmp_path: Path, runs: list[Call], name: str, batch: int
+) -> None:
+    graph = traced(*convolutions(batch, extent=32)).graph
+    for op in ops_called(graph, name):
+        alone = replace(graph, ops=(replace(op, id=0),))
+        caps = Caps(op_bytes=int(0.6 * call_of(op, graph).bytes))
+        full = profile(alone, cache=tmp_path / "full.sqlite")
+        runs.clear()
+        small = profile(alone, cache=tmp_path / f"{op.id}.sqlite", caps=caps)
+        assert max(call.bytes for call in runs) <= caps.op_bytes
+        assert (full.ops[0].extrapolated, small.ops[0].extrapolated) == (False, True)
+        assert small.ops[0].workspace_bytes == full.ops[0].workspace_bytes > 0
+        assert small.values == graph.values  # what extrapolated ops make is not corrected
+        assert small.notes == ()
+
+
+def test_ops_within_the_caps_are_not_extrapolated_beside_those_that_are(cache: Path) -> None:
     graph = traced(*convolutions(batch=16)).graph
-    full = profile(graph, cache=tmp_path / "full.sqlite")
-    runs.clear()
-    caps = capped(graph, 0.5)
-    small = profile(graph, cache=tmp_path / "small.sqlite", caps=caps)
-    assert max(call.bytes for call in runs) <= caps.op_bytes
-    assert not any(op.extrapolated for op in full.ops)
-    for name in ("convolution", "convolution_backward"):
-        for whole, guessed in zip(ops_called(full, name), ops_called(small, name), strict=True):
-            assert guessed.extrapolated
-            assert guessed.workspace_bytes == whole.workspace_bytes > 0
-            assert guessed.seconds >= 0
-    assert small.values == graph.values  # their outputs are not corrected
-    light = ops_called(small, "sum") + ops_called(small, "ones_like")
+    small = profile(graph, cache=cache, caps=capped(graph, 0.5))
+    assert all(op.extrapolated for op in small.ops if "convolution" in op.target)
     assert [op.extrapolated for op in ops_called(small, "ones_like")] == [False]
-    assert len(light) == 2
 
 
 def test_an_op_that_would_take_too_long_is_extrapolated_too(
     tmp_path: Path, runs: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = traced(*convolutions(batch=16)).graph
+    graph = traced(*convolutions(batch=16, extent=32)).graph
     most = max(call_of(op, graph).bytes for op in ops_called(graph, "convolution"))
     monkeypatch.setattr(profiling, "_SMALL_BYTES", most // 4)
     quick = profile(graph, cache=tmp_path / "quick.sqlite", caps=Caps(10**9, op_seconds=0.0))
@@ -434,7 +486,7 @@ def test_an_extrapolated_cost_is_measured_again_once_the_caps_allow_it(cache: Pa
     runs.clear()
     assert profile(graph, cache=cache, caps=caps) == small
     assert runs == []
-    full = profile(graph, cache=cache)
+    full = profile(graph, cache=cache, caps=Caps(10**9, op_seconds=1e9))
     assert not any(op.extrapolated for op in full.ops)
     extrapolated = {
         signature(op, graph) for op, guessed in zip(graph.ops, small.ops, strict=True) if guessed.extrapolated
@@ -473,11 +525,29 @@ def test_an_op_that_is_large_but_allowed_is_run_in_full_if_it_cannot_be_made_sma
     assert (graph.notes, len(runs), graph.ops[0].extrapolated) == ((), 1, False)
 
 
-def test_an_op_that_fails_when_made_smaller_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(calls: Sequence[Call], device: torch.device) -> Iterator[Cost | Failure]:
-        return (Failure(f"{call.target}: no") if call.bytes < 100 else Cost(1, 1.0, None) for call in calls)
+def failing_at(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Call], bool]) -> None:
+    """Stand-in kernels that refuse some calls; others need a byte of workspace for each of their own."""
 
-    monkeypatch.setattr(profiling, "measure_calls", failing)
+    def stand_in(calls: Sequence[Call], device: torch.device) -> Iterator[Cost | Failure]:
+        return (
+            Failure(f"{call.target}: no") if refused(call) else Cost(call.bytes, 1.0, None) for call in calls
+        )
+
+    monkeypatch.setattr(profiling, "measure_calls", stand_in)
+
+
+def test_an_op_that_fails_when_made_smaller_is_tried_at_another_size(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_at(monkeypatch, lambda call: call.bytes < 150)
+    graph = profile(one_op("aten.bitwise_not.default", 400), cache=cache, caps=Caps(op_bytes=300))
+    assert (graph.notes, graph.ops[0].extrapolated, graph.ops[0].workspace_bytes) == ((), True, 800)
+
+
+def test_an_op_that_fails_whenever_it_is_made_smaller_is_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_at(monkeypatch, lambda call: call.bytes < 800)
     graph = profile(one_op("aten.bitwise_not.default", 400), cache=cache, caps=Caps(op_bytes=300))
     assert graph.notes == ("could not be profiled, counted without workspace: aten.bitwise_not.default: no",)
 
@@ -493,7 +563,11 @@ def test_made_up_tensors_have_the_shapes_and_strides_asked_for_and_harmless_cont
         3: Tensor(3, 3, (0, 2), (2, 1), 0, "float32"),
         4: Tensor(4, 4, (3,), (1,), 0, "bool"),
     }
-    args = (*(Ref(key) for key in tensors), Symbol("dtype", "float16"), (Symbol("device", "cuda:7"), Ref(2)))
+    args: tuple[Arg, ...] = (
+        *(Ref(key) for key in tensors),
+        Symbol("dtype", "float16"),
+        (Symbol("device", "cuda:7"), Ref(2)),
+    )
     call = Call(
         "aten.made_up.default",
         args,
@@ -556,12 +630,12 @@ def test_the_model_its_gradients_and_all_random_streams_are_left_as_they_were(ca
     state = copy.deepcopy(model.state_dict())
     gradients = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
     trace = traced(model, batch)
-    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+    streams = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=True)
     profiled = profile(trace, cache=cache)
     assert any(op.random and op.seconds > 0 for op in profiled.graph.ops)  # numbers were drawn
     assert torch.equal(torch.get_rng_state(), streams[0])
     assert random.getstate() == streams[1]
-    assert np.array_equal(np.random.get_state()[1], streams[2])
+    assert str(np.random.get_state(legacy=True)) == str(streams[2])
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert len(gradients) == 6
     for parameter, (gradient, saved) in zip(model.parameters(), gradients, strict=True):
@@ -600,11 +674,15 @@ def test_progress_begins_with_what_is_known_and_counts_failures_as_done(cache: P
 
 @pytest.fixture
 def _settings() -> Iterator[None]:
-    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    convolutions = torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision(precision)  # now it has been set, and can be set back to this
     yield
-    torch.set_num_threads(before[0])
-    torch.set_float32_matmul_precision(before[1])
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(False)
+    torch._C._set_mkldnn_enabled(True)
+    torch.backends.cudnn.allow_tf32 = convolutions
 
 
 @pytest.mark.usefixtures("_settings")
@@ -617,31 +695,46 @@ def test_the_environment_tells_settings_apart_that_choose_other_kernels() -> Non
     found.add(environment(CPU))
     torch.set_float32_matmul_precision("medium")
     found.add(environment(CPU))
-    with torch.backends.mkldnn.flags(enabled=False):
-        found.add(environment(CPU))
+    torch._C._set_mkldnn_enabled(False)
+    found.add(environment(CPU))
     assert len(found) == 5
     facts = json.loads(plain)
     assert (facts["device"], facts["torch"]) == ("cpu", torch.__version__)
     assert facts["capability"] == torch.backends.cpu.get_cpu_capability()
 
 
+def test_the_environment_can_be_told_where_precisions_were_set_the_new_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mixed() -> str:
+        raise RuntimeError("you have used mix of the legacy and new APIs to set the matmul precision")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    assert environment(CPU) == environment(CPU)
+
+
 def test_the_environment_is_the_same_when_nothing_has_changed() -> None:
     assert environment(CPU) == environment(torch.device("cpu", 0))
 
 
+@pytest.mark.usefixtures("_settings")
 def test_the_environment_of_a_card_names_it_and_its_libraries_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
     card = torch.device("cuda", 0)
     plain = environment(card)
     found = {plain, environment(CPU), environment(torch.device("cuda", 1))}
-    for flags in ({"enabled": False}, {"benchmark": True}, {"deterministic": True}):
-        with torch.backends.cudnn.flags(**({"enabled": True} | flags)):
-            found.add(environment(card))
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    with torch.backends.cudnn.flags(enabled=False):
         found.add(environment(card))
-    assert len(found) == 7
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        found.add(environment(card))
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        found.add(environment(card))
     assert environment(card) == plain
+    torch.set_float32_matmul_precision("high")
+    found.add(environment(card))
+    torch.backends.cudnn.allow_tf32 = False
+    found.add(environment(card))
+    assert len(found) == 8
     assert json.loads(plain)["device"] == "card 0"
 
 
@@ -709,18 +802,17 @@ def test_a_damaged_cache_is_filled_again(cache: Path, runs: list[Call]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card here")
-def test_profiling_on_a_card_that_is_not_there_is_refused_and_nothing_is_written(cache: Path) -> None:
-    on_card = replace(one_op("aten.bitwise_not.default"), device="cuda:0")
-    for ask in (
-        lambda: profile(on_card, cache=cache),
-        lambda: profile(one_op("aten.a.b"), cache=cache, device="cuda:0"),
-    ):
-        with pytest.raises(DeviceMissing) as refusal:
-            ask()
-        assert str(refusal.value) == (
-            "cannot profile on 'cuda:0': this machine has no such device. Do it on a machine that has one; "
-            "predicting for it needs none (`lowtide fit --device cuda`)."
-        )
+@pytest.mark.parametrize(("home", "device"), [("cuda:0", None), ("cpu", "cuda:0")])
+def test_profiling_on_a_card_that_is_not_there_is_refused_and_nothing_is_written(
+    cache: Path, home: str, device: str | None
+) -> None:
+    graph = replace(one_op("aten.bitwise_not.default"), device=home)
+    with pytest.raises(DeviceMissing) as refusal:
+        profile(graph, cache=cache, device=device)
+    assert str(refusal.value) == (
+        "cannot profile on 'cuda:0': this machine has no such device. Do it on a machine that has one; "
+        "predicting for it needs none (`lowtide fit --device cuda`)."
+    )
     assert not cache.exists()
 
 

@@ -3,8 +3,8 @@
 The caching allocator takes segments from the device, splits them into blocks, and keeps what is freed.
 A block that is a little too large is handed out whole, so a little more is allocated than was asked for;
 and what lies between blocks is reserved but of no use. This replays its rules: sizes are rounded to
-512 B; up to 1 MiB comes from 2 MiB segments, up to 10 MiB from 20 MiB segments, more from segments of
-its own, rounded to 2 MiB; the smallest free block that is large enough is taken, and split if more
+512 B; up to 1 MiB comes from 2 MiB segments, less than 10 MiB from 20 MiB segments, more from a segment
+of its own, rounded to 2 MiB; the smallest free block that is large enough is taken, and split if more
 than 1 MiB (512 B in small segments) would be left over; neighbours that are free are joined.
 """
 

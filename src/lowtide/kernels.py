@@ -22,7 +22,7 @@ from lowtide.validation import extent_bytes
 
 _RUNS = 4
 _OPAQUE = "uint8"
-_ENOUGH_SECONDS = 0.1  # runs of one call end when they have taken this long together
+_ENOUGH_SECONDS = 0.1  # more than two runs are made only while they take less than this together
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Call:
 
     What a kernel leaves for its own backward (opaque reserves, seeds, indices) cannot be made up: a wrong
     one crashes the process. `maker` is the forward call, and its outputs are used as they come.
+    `weights` are the tensors among arguments and outputs that do not grow with the batch.
     """
 
     target: str
@@ -39,6 +40,7 @@ class Call:
     tensors: dict[int, Tensor]
     outputs: tuple[Tensor | None, ...]
     maker: Call | None = None
+    weights: frozenset[int] = frozenset()
 
     @property
     def bytes(self) -> int:
@@ -50,22 +52,31 @@ class Call:
         """The outputs that are tensors."""
         return tuple(tensor for tensor in self.outputs if tensor is not None)
 
-    def resized(self, size: int, smaller: int) -> Call:
-        """The same call with every extent of `size`, in tensors and in lists of sizes, made `smaller`."""
+    def cut(self, size: int, smaller: int, *, weights: bool, lists: bool) -> Call:
+        """The same call with one extent of `size` in each tensor, the first that has it, made `smaller`.
 
-        def arg(given: Arg, inside: bool = False) -> Arg:
-            if isinstance(given, tuple):
-                return tuple(arg(item, inside=True) for item in given)
-            whole = inside and isinstance(given, int) and not isinstance(given, bool)
-            return smaller if whole and given == size else given
+        Only one: a batch of 64 must not take 64 channels along, or costs would not grow along a line.
+        `weights` are cut too only if told so, as are sizes in lists among the arguments.
+        """
+
+        def tensor(given: Tensor) -> Tensor:
+            return given if given.id in self.weights and not weights else _cut(given, size, smaller)
+
+        def arg(given: Arg) -> Arg:
+            if not isinstance(given, tuple) or not lists:
+                return given
+            if size in given and all(type(item) is int for item in given):
+                first = given.index(size)
+                return (*given[:first], smaller, *given[first + 1 :])
+            return tuple(arg(item) for item in given)
 
         return replace(
             self,
             args=tuple(arg(given) for given in self.args),
             kwargs=tuple((name, arg(given)) for name, given in self.kwargs),
-            tensors={key: _resized(tensor, size, smaller) for key, tensor in self.tensors.items()},
-            outputs=tuple(tensor and _resized(tensor, size, smaller) for tensor in self.outputs),
-            maker=self.maker and self.maker.resized(size, smaller),
+            tensors={key: tensor(given) for key, given in self.tensors.items()},
+            outputs=tuple(given and tensor(given) for given in self.outputs),
+            maker=self.maker and self.maker.cut(size, smaller, weights=weights, lists=lists),
         )
 
     def is_consistent(self) -> bool:
@@ -112,11 +123,12 @@ def resolve(target: str) -> Any:
     return found
 
 
-def _resized(tensor: Tensor, size: int, smaller: int) -> Tensor:
-    """`tensor` with extents of `size` made `smaller`, dense in the same order of strides."""
-    shape = tuple(smaller if extent == size else extent for extent in tensor.shape)
-    if shape == tensor.shape:
+def _cut(tensor: Tensor, size: int, smaller: int) -> Tensor:
+    """`tensor` with its first extent of `size` made `smaller`, dense in the same order of strides."""
+    if size not in tensor.shape:
         return tensor
+    first = tensor.shape.index(size)
+    shape = (*tensor.shape[:first], smaller, *tensor.shape[first + 1 :])
     stride = [0] * len(shape)
     step = 1
     for axis in sorted(range(len(shape)), key=lambda axis: (tensor.stride[axis], -axis)):
@@ -214,14 +226,19 @@ def _measure_on_cpu(calls: Sequence[Call]) -> Iterator[Cost | Failure]:
 
 
 def _run_marked(call: Call, mark: str) -> tuple[float, tuple[int, ...]] | Failure:
-    """Seconds of the quickest run, and the bytes it leaves. Each run is marked; the last one counts."""
+    """Seconds of the quickest run, and the bytes it leaves. Each run is marked; the last one counts.
+
+    There are two at least: oneDNN sets a primitive up in the first, and takes other memory for it.
+    """
     ready = _ready(call, torch.device("cpu"))
     if isinstance(ready, Failure):
         return ready
     func, args, kwargs = ready
     quickest, spent = float("inf"), 0.0
     outputs: tuple[int, ...] = ()
-    while spent < _ENOUGH_SECONDS:
+    for run in range(_RUNS):
+        if run > 1 and spent > _ENOUGH_SECONDS:
+            break
         try:
             with record_function(mark):
                 start = time.perf_counter()
@@ -230,7 +247,7 @@ def _run_marked(call: Call, mark: str) -> tuple[float, tuple[int, ...]] | Failur
         except _REFUSALS as error:
             return _failure(call, error)
         quickest, outputs = min(quickest, seconds), _output_bytes(args, kwargs, result)
-        spent += max(seconds, _ENOUGH_SECONDS / _RUNS)
+        spent += seconds
         del result
     return quickest, outputs
 

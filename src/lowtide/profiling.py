@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.building import arguments_of
 from lowtide.costs import Cost, CostCache, signature
 from lowtide.errors import BadFile
-from lowtide.graph import Graph, Op
+from lowtide.graph import Graph, Op, Role
 from lowtide.kernels import Call, Failure, measure_calls
 from lowtide.libraries import library_bytes, with_library
 from lowtide.measurement import present_device
@@ -29,6 +29,7 @@ Progress = Callable[[int, int], None]
 _CHUNK = 64  # calls measured under one recording on the CPU
 _SMALL_BYTES = 32 << 20  # a call up to this is quick enough to be run on the CPU without trying it smaller
 _FALLBACK_MEMORY_BYTES = 2 << 30
+_OF_THE_MODEL = (Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE)
 _FREE = "aten.lift_fresh.default"  # a constant in the user's code: its bytes are there, no kernel runs
 
 
@@ -216,6 +217,7 @@ def _not_kept(error: BadFile) -> str:
 def call_of(op: Op, graph: Graph) -> Call:
     """The op as a call that can be made without its graph."""
     arguments = arguments_of(op, graph)
+    made = [graph.tensors[output] for output in op.outputs if output is not None]
     forward = _forward_of(op, graph)
     return Call(
         op.target,
@@ -224,6 +226,9 @@ def call_of(op: Op, graph: Graph) -> Call:
         {tensor.id: tensor for tensor in arguments},
         tuple(None if output is None else graph.tensors[output] for output in op.outputs),
         None if forward is None else call_of(forward, graph),
+        frozenset(
+            tensor.id for tensor in (*arguments, *made) if graph.values[tensor.value].role in _OF_THE_MODEL
+        ),
     )
 
 
@@ -266,37 +271,59 @@ def _measure_within(calls: Sequence[Call], device: torch.device, caps: Caps) -> 
 
 def _measure_large(call: Call, device: torch.device, caps: Caps, small_bytes: int) -> Cost | Failure:
     """A call that may exceed the caps: tried small first, in full if that promises to be quick enough."""
-    shrunk = _shrunk(call, small_bytes, caps)
-    if shrunk is None:
-        if call.bytes > caps.op_bytes:
-            return Failure(f"{call.target}: too large for this machine, and it cannot be made smaller")
+    estimate = _estimated(call, device, caps, small_bytes)
+    quick = estimate is None or (isinstance(estimate, Cost) and estimate.seconds <= caps.op_seconds)
+    if call.bytes <= caps.op_bytes and quick:
         return next(iter(measure_calls([call], device)))
-    size, half, quarter = shrunk
-    larger, smaller = measure_calls([call.resized(size, half), call.resized(size, quarter)], device)
-    if isinstance(larger, Failure) or isinstance(smaller, Failure):
-        return larger if isinstance(larger, Failure) else smaller
-    estimate = _extrapolated(larger, smaller, size, half, quarter)
-    if call.bytes <= caps.op_bytes and estimate.seconds <= caps.op_seconds:
-        return next(iter(measure_calls([call], device)))
-    return estimate
+    return estimate or Failure(f"{call.target}: too large for this machine, and it cannot be made smaller")
 
 
-def _shrunk(call: Call, most_bytes: int, caps: Caps) -> tuple[int, int, int] | None:
-    """An extent of the call, and two smaller ones at which the op still works, the larger within the cap.
+def _estimated(call: Call, device: torch.device, caps: Caps, small_bytes: int) -> Cost | Failure | None:
+    """The cost from two smaller runs; why these failed, or None if there is no way to make it smaller."""
+    found: Cost | Failure | None = None
+    for cut in _cuts(call, small_bytes, caps):
+        larger, smaller = measure_calls([cut.larger, cut.smaller], device)
+        if isinstance(larger, Cost) and isinstance(smaller, Cost):
+            return _extrapolated(larger, smaller, cut.size, cut.half, cut.quarter)
+        found = larger if isinstance(larger, Failure) else smaller
+    return found
 
-    The batch is tried first: the leading extent of the largest tensor.
+
+@dataclass(frozen=True)
+class _Cut:
+    """A call made smaller twice, along the extent `size`: to `half` and to `quarter`."""
+
+    size: int
+    half: int
+    quarter: int
+    larger: Call
+    smaller: Call
+
+
+def _cuts(call: Call, most_bytes: int, caps: Caps) -> Iterator[_Cut]:
+    """Ways to make a call smaller, at which the op still works, the larger within the cap.
+
+    The batch is tried first: the leading extent of the largest tensor. No extent is cut to one if
+    another can be cut instead: for a single sample, kernels of their own are chosen.
     """
     largest = max((*call.tensors.values(), *call.made), key=_elements)
-    for size in dict.fromkeys(largest.shape):
-        larger = int(size * most_bytes / call.bytes)
-        for half in sorted({max(2, larger), max(2, size // 4)}):
-            quarter = max(1, half // 2)
-            small = call.resized(size, half)
-            most = min(4 * most_bytes, caps.op_bytes, call.bytes - 1)
-            fits = half < size and small.bytes <= most
-            if fits and small.is_consistent() and call.resized(size, quarter).is_consistent():
-                return size, half, quarter
-    return None
+    sizes = {size: int(size * most_bytes / call.bytes) for size in largest.shape}
+    halves = [
+        (size, max(4, half))
+        for size, along in sizes.items()
+        for half in (min(along, size // 4), max(along, size // 4), along // 2)
+    ]
+    halves += [(size, 2) for size in sizes]
+    most = min(4 * most_bytes, caps.op_bytes, call.bytes - 1)
+    for size, half in dict.fromkeys(halves):
+        tried: list[Call] = []
+        for weights, lists in ((False, False), (False, True), (True, False), (True, True)):
+            larger = call.cut(size, half, weights=weights, lists=lists)
+            smaller = call.cut(size, half // 2, weights=weights, lists=lists)
+            fits = half < size and larger.bytes <= most and larger not in tried
+            if fits and larger.is_consistent() and smaller.is_consistent():
+                yield _Cut(size, half, half // 2, larger, smaller)
+            tried.append(larger)
 
 
 def _elements(tensor: Any) -> int:

@@ -35,8 +35,6 @@ _SETTINGS: Mapping[str, Any] = {
     "fail_on_recompile_limit_hit": True,
     "recompile_limit": 1_000_000,  # a block that is used often may need a graph for each of its sizes
     "accumulated_recompile_limit": 1_000_000,
-    "automatic_dynamic_shapes": False,
-    "specialize_float": True,
     "capture_scalar_outputs": False,
     "capture_dynamic_output_shape_ops": False,
     "allow_rnn": True,

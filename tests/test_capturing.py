@@ -587,6 +587,23 @@ def test_gradients_that_meet_outside_of_graphs_are_added_as_the_engine_adds_them
     assert all(op.mutates and not op.creates for op in met)
 
 
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.amount = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean() + self.amount
+
+
+def test_a_gradient_that_somebody_else_holds_is_copied_for_its_parameter() -> None:
+    graph = capture(nn.Sequential(nn.Linear(8, 4), Shift()), (torch.randn(5, 8),))
+    copies = [(op.target, op.module) for op in graph.ops if op.section == OUTSIDE]
+    assert copies == [("aten.new_empty_strided.default", "1"), ("aten.copy_.default", "1")]
+    gradient = next(value for value in graph.values if value.name == "1.amount.grad")
+    assert graph.ops[graph.creator[gradient.id]].section == OUTSIDE
+
+
 def test_the_calls_of_a_module_are_counted() -> None:
     case = zoo("lstm", Sizes(batch=2, tokens=3, layers=1, width=8))
     graph = capture(case.model, case.example, case.loss)

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
@@ -30,12 +29,12 @@ from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 from lowtide.accumulation import Accumulation
 from lowtide.building import GraphBuilder, map_tensors, storage_key, tensors_in
 from lowtide.errors import BadRequest, CannotCapture, LowtideError
-from lowtide.faking import Resident, Twins, faked, unnoticed_by_transformers
+from lowtide.faking import Resident, Twins, faked, stage, unnoticed_by_transformers
 from lowtide.graph import Graph, Origin, Phase, Role
 from lowtide.rules import cuda_rules
 from lowtide.sections import OUTSIDE, Eagerly, Modules, Sections, Spot, dynamo
 from lowtide.shadows import Shadows
-from lowtide.tracing import _home_of, _target_device, _twin_device
+from lowtide.training import NOTHING_TO_TRAIN, arguments, carried_loss
 from lowtide.userlines import current_line, described, is_users, line_of
 
 aten = torch.ops.aten
@@ -88,7 +87,7 @@ def capture(
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-        builder, twins = _builder_and_twins(model, device, name)
+        builder, twins = stage([model], device, name or type(model).__name__, Origin.JOINT)
         recorder = _Recorder(builder, twins, model)
         with (
             dynamo(),
@@ -100,18 +99,6 @@ def capture(
             args, kwargs = _fake_arguments(recorder.batch, model, example)
             with twins.mode, recorder:
                 return _recorded(recorder, model, loss_of_fakes, args, kwargs)
-
-
-def _builder_and_twins(
-    model: nn.Module, device: str | torch.device | None, name: str | None
-) -> tuple[GraphBuilder, Twins]:
-    target = _target_device([model], device)
-    imitating = target.type == "cuda" and not torch.cuda.is_available()
-    physical = torch.device("cpu") if imitating else target
-    relabel = {"cpu": str(target)} if imitating else {}
-    where = partial(_twin_device, home=_home_of([model]), target=physical)
-    builder = GraphBuilder(name or type(model).__name__, Origin.JOINT, str(target), relabel)
-    return builder, Twins(FakeTensorMode(allow_non_fake_inputs=False), where)
 
 
 def _recorded(
@@ -319,18 +306,13 @@ def _ignored(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _fake_arguments(twin: Twin, model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, torch.Tensor):
-        example = (example,)
-    if isinstance(example, Mapping):
-        return (), {key: _faked(twin, thing, str(key)) for key, thing in example.items()}
-    if not isinstance(example, tuple):
-        raise BadRequest(
-            f"the example is a {type(example).__name__}. "
-            "Give a tuple of the model's arguments, (images,), or a dict of its keyword arguments."
-        )
+    args, kwargs = arguments(example)
     names = list(inspect.signature(model.forward).parameters)
-    names += [f"argument {position}" for position in range(len(names), len(example))]
-    return tuple(_faked(twin, thing, name) for thing, name in zip(example, names, strict=False)), {}
+    names += [f"argument {position}" for position in range(len(names), len(args))]
+    return (
+        tuple(_faked(twin, thing, name) for thing, name in zip(args, names, strict=False)),
+        {key: _faked(twin, thing, str(key)) for key, thing in kwargs.items()},
+    )
 
 
 def _faked(twin: Twin, tree: Any, name: str) -> Any:
@@ -383,38 +365,20 @@ def _over_fakes(twin: Twin, loss: Any) -> Iterator[Any]:
 
 def _roots(output: Any, loss: Loss | None) -> list[torch.Tensor]:
     """Where the backward begins: at the loss if there is one, else at everything differentiable."""
-    number = output if loss is not None else _carried_loss(output)
-    if loss is not None and not _is_number(number):
+    if loss is not None and not (isinstance(output, torch.Tensor) and output.numel() == 1):
         raise BadRequest(f"the loss must return a tensor of one number, not {_brief(output)}")
-    roots = [number] if _is_number(number) else _tensors_of(output)
+    number = carried_loss(output)
+    roots = _tensors_of(output) if number is None else [number]
     roots = [tensor for tensor in roots if tensor.requires_grad]
     if not roots:
-        what = "output" if loss is None else "loss"
-        raise BadRequest(
-            f"the {what} does not depend on anything that requires gradients, so there is nothing to train. "
-            "Are all parameters frozen, or does the forward run under torch.no_grad()?"
-        )
+        raise BadRequest(f"the {'output' if loss is None else 'loss'} {NOTHING_TO_TRAIN}")
     return roots
-
-
-def _carried_loss(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    if hasattr(output, "loss"):
-        return output.loss
-    return output[0] if isinstance(output, tuple | list) and output else None
 
 
 def _tensors_of(output: Any) -> list[torch.Tensor]:
     if dataclasses.is_dataclass(output):
         output = [getattr(output, field.name) for field in dataclasses.fields(output)]
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-
-
-def _is_number(thing: Any) -> bool:
-    return isinstance(thing, torch.Tensor) and thing.numel() == 1
 
 
 def _brief(thing: Any) -> str:

@@ -23,7 +23,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lowtide.graph import Role
+from lowtide.building import GraphBuilder
+from lowtide.errors import BadRequest
+from lowtide.graph import Origin, Role
 
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 
@@ -87,6 +89,41 @@ class Twins:
         if shared:
             self._by_storage[int(storage._cdata)] = twin
         return twin
+
+
+def stage(
+    models: Sequence[nn.Module], device: str | torch.device | None, name: str, origin: Origin
+) -> tuple[GraphBuilder, Twins]:
+    """What a step of `models` needs to run as a fake on `device`: somewhere to be written down, and twins.
+
+    A device that is not on this machine is played by the CPU; the builder then has something to relabel.
+    """
+    home = _home_of(models)
+    target = _target_device(home, device)
+    absent = target.type == "cuda" and not torch.cuda.is_available()
+    actor = torch.device("cpu") if absent else target
+    builder = GraphBuilder(name, origin, str(target), {"cpu": str(target)} if absent else {})
+
+    def twin_device(real: torch.device) -> torch.device:
+        # what is where the model is now will be where the model will be
+        return actor if real.type in ("meta", home.type) else real
+
+    return builder, Twins(FakeTensorMode(allow_non_fake_inputs=False), twin_device)
+
+
+def _home_of(models: Sequence[nn.Module]) -> torch.device:
+    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _target_device(home: torch.device, device: str | torch.device | None) -> torch.device:
+    try:
+        target = torch.device(device) if device is not None else home
+    except RuntimeError:
+        raise BadRequest(f"'{device}' is not a device. Try cpu, cuda or cuda:0.") from None
+    if target.type == "meta":
+        return torch.device("cpu")
+    return torch.device("cuda", 0) if target == torch.device("cuda") else target
 
 
 @contextmanager

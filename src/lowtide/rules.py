@@ -83,7 +83,7 @@ def _cross_entropy(
 ) -> torch.Tensor:
     """CUDA's autocast takes logarithms in half precision; the CPU's copies the scores to 32 bits first."""
     simple = not rest and more.keys() <= {"ignore_index", "reduction"} and not target.is_floating_point()
-    if not (simple and input.dtype in _HALF and torch.is_autocast_enabled("cpu")):
+    if not (simple and input.dim() > 1 and input.dtype in _HALF and torch.is_autocast_enabled("cpu")):
         return plain(input, target, *rest, **more)
     with torch.autocast("cpu", enabled=False):
         return F.nll_loss(F.log_softmax(input, 1).float(), target, **more)

@@ -20,7 +20,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,7 +27,7 @@ from lowtide.accumulation import Accumulation
 from lowtide.attribution import Attribution
 from lowtide.building import GraphBuilder, map_tensors, storage_key, tensors_in
 from lowtide.errors import BadRequest, CannotTrace
-from lowtide.faking import Resident, Twins, faked, is_real, unnoticed_by_transformers
+from lowtide.faking import Resident, Twins, faked, is_real, stage, unnoticed_by_transformers
 from lowtide.graph import Graph, Origin, Phase, Role
 from lowtide.rules import cuda_rules
 from lowtide.schedule import Compute, Free, Schedule, Step
@@ -92,24 +91,14 @@ def dry_run(
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
         raise BadRequest("dry_run needs at least one model")
-    target = _target_device(models, device)
-    imitating = target.type == "cuda" and not torch.cuda.is_available()
-    physical = torch.device("cpu") if imitating else target
-    mode = FakeTensorMode(allow_non_fake_inputs=False)
-    twins = Twins(mode, partial(_twin_device, home=_home_of(models), target=physical))
+    builder, twins = stage(models, device, name or type(models[0]).__name__, Origin.EAGER)
     follow = Attribution(models)
-    builder = GraphBuilder(
-        name or type(models[0]).__name__,
-        Origin.EAGER,
-        str(target),
-        {"cpu": str(target)} if imitating else {},
-    )
     recorder = _Recorder(builder, twins, follow)
     with ExitStack() as stack:
         stack.enter_context(faked(twins, models, optimizer, _stateful_things_used_by(step)))
-        stack.enter_context(mode)
+        stack.enter_context(twins.mode)
         stack.enter_context(unnoticed_by_transformers())
-        if imitating:
+        if builder.relabel:
             stack.enter_context(cuda_rules())
         stack.enter_context(follow.following())
         stack.enter_context(recorder)
@@ -333,23 +322,3 @@ def _stateful_things_used_by(step: Callable[[], object]) -> list[object]:
         for thing in scope.values()
         if isinstance(thing, kinds)
     ]
-
-
-def _home_of(models: Sequence[nn.Module]) -> torch.device:
-    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def _target_device(models: Sequence[nn.Module], device: str | torch.device | None) -> torch.device:
-    try:
-        target = torch.device(device) if device is not None else _home_of(models)
-    except RuntimeError:
-        raise BadRequest(f"'{device}' is not a device. Try cpu, cuda or cuda:0.") from None
-    if target.type == "meta":
-        return torch.device("cpu")
-    return torch.device("cuda", 0) if target == torch.device("cuda") else target
-
-
-def _twin_device(real: torch.device, *, home: torch.device, target: torch.device) -> torch.device:
-    """The device of a twin. What is where the model is now will be where the model will be."""
-    return target if real.type in ("meta", home.type) else real

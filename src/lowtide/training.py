@@ -20,6 +20,10 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
+NOTHING_TO_TRAIN = (
+    "does not depend on anything that requires gradients, so there is nothing to train. "
+    "Are all parameters frozen, or does the forward run under torch.no_grad()?"
+)
 CALLS_USERS_CODE = __file__  # an error that arises in this file is the user's: a loss that takes nothing, say
 
 
@@ -33,7 +37,7 @@ def training_step(
 
     The model's output stays referenced until the step ends, as it does in a loop that gives it a name.
     """
-    args, kwargs = _arguments(example)
+    args, kwargs = arguments(example)
 
     def step() -> torch.Tensor:
         if optimizer is not None:
@@ -48,7 +52,10 @@ def training_step(
     return step
 
 
-def _arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(example: Example | torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that an example stands for."""
+    if isinstance(example, torch.Tensor):
+        return (example,), {}
     if isinstance(example, tuple):
         return example, {}
     if isinstance(example, Mapping):
@@ -59,8 +66,8 @@ def _arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _loss_of(output: Any) -> torch.Tensor:
-    """The loss that a model's output is or carries."""
+def carried_loss(output: Any) -> torch.Tensor | None:
+    """The one number that a model's output is, or carries as `.loss`, `["loss"]` or its first element."""
     if isinstance(output, torch.Tensor):
         found: object = output
     elif isinstance(output, Mapping):
@@ -69,22 +76,24 @@ def _loss_of(output: Any) -> torch.Tensor:
         found = getattr(output, "loss", None)
     if found is None and isinstance(output, (tuple, list)) and output:
         found = output[0]
-    if isinstance(found, torch.Tensor) and found.numel() == 1:
-        return _scalar(found)
-    raise BadRequest(
-        f"the model's output ({_described(output)}) is not a loss and carries none. "
-        "Beside model and example, give a loss: a function that makes one number of the output."
-    )
+    return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    found = carried_loss(output)
+    if found is None:
+        raise BadRequest(
+            f"the model's output ({_described(output)}) is not a loss and carries none. "
+            "Beside model and example, give a loss: a function that makes one number of the output."
+        )
+    return _scalar(found)
 
 
 def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise BadRequest(f"the loss must be a tensor of one number, but it is {_described(loss)}.")
     if not loss.requires_grad:
-        raise BadRequest(
-            "the loss does not depend on anything that requires gradients, so there is nothing to train. "
-            "Are all parameters frozen, or does the forward run under torch.no_grad()?"
-        )
+        raise BadRequest(f"the loss {NOTHING_TO_TRAIN}")
     return loss
 
 

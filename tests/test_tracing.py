@@ -260,6 +260,51 @@ def test_tied_weights_and_shared_storages_count_once() -> None:
     assert trace.timeline.categories[Category.PARAMETERS] == 10 * 4 * 4
 
 
+def test_parametrizations_are_followed_and_left_in_place() -> None:
+    layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    model, batch = nn.Sequential(layer, nn.Tanh()), torch.ones(8, 4)
+    names = [name for name, _ in model.named_parameters()]
+    trace = dry_run(training_step(model, batch), model=model)
+    gradients = {value.name for value in trace.graph.values if value.role is Role.GRADIENT}
+    assert gradients == {f"{name}.grad" for name in names}
+    assert [name for name, _ in model.named_parameters()] == names
+    assert torch.nn.utils.parametrize.is_parametrized(layer)
+
+
+def test_frozen_parameters_get_no_gradient_and_keep_no_activation() -> None:
+    model, batch = two_layers(), torch.ones(32, 8)
+    whole = dry_run(training_step(model, batch), model=model)
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    frozen = dry_run(training_step(model, batch), model=model)
+    gradients = {value.name for value in frozen.graph.values if value.role is Role.GRADIENT}
+    assert gradients == {"2.weight.grad", "2.bias.grad"}
+    assert frozen.peak_bytes < whole.peak_bytes
+
+
+def test_hooks_on_parameters_are_not_followed_and_that_is_said() -> None:
+    model, batch = two_layers(), torch.ones(32, 8)
+    called: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(called.append)
+    trace = dry_run(training_step(model, batch), model=model)
+    assert called == []
+    assert trace.graph.notes == ("the hooks on 4 parameters are not followed: they belong to the real ones",)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_both_kinds_of_checkpointing_run(reentrant: bool) -> None:
+    model, batch = two_layers(), torch.ones(32, 8, requires_grad=False)
+
+    def step() -> None:
+        hidden = model[0](batch)
+        checkpoint(model[1:], hidden, use_reentrant=reentrant).sum().backward()
+
+    trace = dry_run(step, model=model)
+    again = [op.target for op in trace.graph.ops if op.phase is Phase.RECOMPUTE]
+    assert "aten.relu.default" in again
+
+
 def test_vgg19_at_batch_4096_allocates_nothing() -> None:
     import resource
 

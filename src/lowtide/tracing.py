@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -92,6 +92,7 @@ def dry_run(
     if not models:
         raise BadRequest("dry_run needs at least one model")
     builder, twins = stage(models, device, name or type(models[0]).__name__, Origin.EAGER)
+    builder.notes.update(dict.fromkeys(_unfollowed(models)))
     follow = Attribution(models)
     recorder = _Recorder(builder, twins, follow)
     with ExitStack() as stack:
@@ -307,6 +308,17 @@ class _Recorder(TorchDispatchMode):
         value = self.builder.value_of(thing) if isinstance(thing, torch.Tensor) else None
         if value is not None and self.builder.values[value].role in (Role.INTERMEDIATE, role):
             self.builder.set_role(value, role, name, module)
+
+
+def _unfollowed(models: Sequence[nn.Module]) -> Iterator[str]:
+    """What the step may do that a dry run does not see, in words."""
+    hooked = sum(
+        bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+        for model in models
+        for parameter in model.parameters()
+    )
+    if hooked:
+        yield f"the hooks on {hooked} parameters are not followed: they belong to the real ones"
 
 
 def _stateful_things_used_by(step: Callable[[], object]) -> list[object]:

@@ -360,14 +360,14 @@ def hf(kind: str) -> Case:
 
 def _hf(transformers: Any, kind: str) -> Case:
     tokens = torch.randint(0, 100, (4, 32))
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     text: dict[str, Any] = {"vocab_size": 100, "bos_token_id": None, "eos_token_id": None, **small}
     if kind == "gpt2":
         config = transformers.GPT2Config(
             vocab_size=100,
             n_positions=32,
             n_embd=32,
-            n_layer=2,
+            n_layer=1,
             n_head=4,
             bos_token_id=None,
             eos_token_id=None,
@@ -387,10 +387,10 @@ def _hf(transformers: Any, kind: str) -> Case:
 
 
 CASES: Mapping[str, Callable[[], Case]] = {
-    "gpt": lambda: zoo("gpt", Sizes(batch=4, tokens=32, layers=2, width=32, heads=4, vocab=100)),
+    "gpt": lambda: zoo("gpt", Sizes(batch=4, tokens=32, layers=1, width=32, heads=4, vocab=100)),
     "resnet18": lambda: zoo("resnet18", Sizes(batch=2, image=32, classes=10)),
     "unet": lambda: zoo("unet", Sizes(batch=2, image=32, width=8)),
-    "lstm": lambda: zoo("lstm", Sizes(batch=8, tokens=4, layers=2, width=32)),
+    "lstm": lambda: zoo("lstm", Sizes(batch=8, tokens=3, layers=2, width=32)),
     "hf gpt2": lambda: hf("gpt2"),
     "hf llama": lambda: hf("llama"),
     "hf bert": lambda: hf("bert"),

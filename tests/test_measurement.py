@@ -123,6 +123,10 @@ def test_an_address_that_is_used_again_is_counted_again() -> None:
     assert list(growth(blocks)) == [0, 10, 0, 30, 0]
 
 
+def test_an_event_of_no_bytes_is_neither_an_allocation_nor_a_free() -> None:
+    assert list(growth([Block(1, 7, 0), Block(2, 7, -10), Block(3, 8, 5)])) == [0, 5]
+
+
 def test_events_are_put_in_order_and_those_of_other_devices_left_out() -> None:
     def event(kind: Any, when: int, size: int, device: str = "cpu", children: tuple[Any, ...] = ()) -> Any:
         fields = SimpleNamespace(ptr=size, alloc_size=size, device=SimpleNamespace(type=device))
@@ -304,6 +308,7 @@ class Card:
     def take(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
+        self._note("segment_alloc", 2 << 20)
         self._note("alloc", size)
 
     def give(self, size: int) -> None:
@@ -347,6 +352,28 @@ def test_on_cuda_the_peak_is_the_allocators_own_and_the_timeline_its_trace(card:
     assert (reading.resident_bytes, reading.peak_bytes, reading.growth_bytes) == (4096, 6656, 2560)
     assert (reading.device, reading.reserved_bytes) == ("cuda", 2 << 20)
     assert card.synchronized == 3  # before the statistics are read, and around the clock
+
+
+def test_on_cuda_what_only_a_dead_cycle_holds_is_not_resident(card: Card) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.myself = self
+            card.take(4096)
+
+        def __del__(self) -> None:
+            card.give(4096)
+
+    Holder()
+    assert measure(lambda: None, device="cuda").resident_bytes == 0
+
+
+def test_without_being_told_it_measures_on_the_card_if_that_is_in_use(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for available, in_use, expected in ((True, True, "cuda"), (True, False, "cpu"), (False, True, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
+        assert measure(lambda: None).device == expected
 
 
 def test_on_cuda_an_exception_ends_the_recording(card: Card) -> None:

@@ -33,6 +33,22 @@ _HIDDEN_MUTATIONS: Mapping[str, tuple[tuple[int, ...], int]] = {
 }
 
 
+# Backward kernels that are handed the running statistics and look at them in evaluation only: positions
+# of the statistics, and of the flag for training (None: the kernel serves training alone).
+_STATISTICS_IGNORED: Mapping[Any, tuple[slice, int | None]] = {
+    aten.native_batch_norm_backward.default: (slice(3, 5), 7),
+    aten.batch_norm_backward.default: (slice(3, 5), 7),
+    aten.cudnn_batch_norm_backward.default: (slice(3, 5), None),
+    aten.miopen_batch_norm_backward.default: (slice(3, 5), None),
+}
+
+
+def _ignored(func: Any, args: Sequence[object]) -> Iterator[torch.Tensor]:
+    """Arguments that a kernel is handed but does not look at."""
+    where, training = _STATISTICS_IGNORED.get(func, (slice(0), None))
+    return tensors_in(args[where]) if training is None or args[training] else iter(())
+
+
 def target_name(func: Any) -> str:
     """'aten.relu.default' for `torch.ops.aten.relu.default`."""
     return str(func)
@@ -105,6 +121,10 @@ class GraphBuilder:
         """The value behind `tensor`, or None if its storage has not been seen."""
         return self._value_ids.get(storage_key(tensor))
 
+    def value_at(self, key: int) -> int | None:
+        """The value behind a storage, by its key."""
+        return self._value_ids.get(key)
+
     def forget(self, key: int) -> int | None:
         """A storage has died: its address may be used again. Returns the value it was."""
         return self._value_ids.pop(key, None)
@@ -144,19 +164,17 @@ class GraphBuilder:
         module: str = "",
         call: int = 0,
         section: int = 0,
-        ignored: Iterable[torch.Tensor] = (),
     ) -> Op | None:
         """Write down one call. Returns None for a view, which is folded away.
 
-        Every tensor argument must belong to a value already. `ignored` are arguments that the kernel
-        is handed but does not look at.
+        Every tensor argument must belong to a value already.
         """
         outputs = [leaf for leaf in leaves(result) if leaf is None or isinstance(leaf, torch.Tensor)]
         made = [tensor for tensor in outputs if tensor is not None]
         mutated = self._mutated(func, args, kwargs)
         if made and not mutated and all(self.value_of(tensor) is not None for tensor in made):
             return None
-        skipped = {self.value_of(tensor) for tensor in ignored}
+        skipped = {self.value_of(tensor) for tensor in _ignored(func, args)}
         known = (self.value_of(tensor) for tensor in tensors_in(args, kwargs))
         reads = tuple(dict.fromkeys(v for v in known if v is not None and v not in skipped))
         short = target_name(func).split(".")[1] if "." in target_name(func) else target_name(func)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,37 +17,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
-from lowtide.accumulation import Accumulation
-from lowtide.building import GraphBuilder, map_tensors, storage_key, tensors_in
+from lowtide.building import GraphBuilder
 from lowtide.errors import BadRequest, CannotCapture, LowtideError
 from lowtide.faking import Resident, Twins, faked, stage, unnoticed_by_transformers
-from lowtide.graph import Graph, Origin, Phase, Role
+from lowtide.graph import Graph, Op, Origin, Phase, Role
+from lowtide.recording import Recorder, Spot
 from lowtide.rules import cuda_rules
-from lowtide.sections import OUTSIDE, Eagerly, Modules, Sections, Spot, dynamo
-from lowtide.shadows import Shadows
+from lowtide.sections import OUTSIDE, Eagerly, Modules, Sections, dynamo
 from lowtide.training import NOTHING_TO_TRAIN, arguments, carried_loss
 from lowtide.userlines import current_line, described, is_users, line_of
 
 aten = torch.ops.aten
 Loss = Callable[[Any], torch.Tensor]
 Twin = Callable[[torch.Tensor, str], torch.Tensor]  # the fake of a tensor, given its name
-
-# Backward kernels that are handed the running statistics and look at them in evaluation only: positions
-# of the statistics, and of the flag for training (None: the kernel serves training alone).
-_STATISTICS_IGNORED: Mapping[Any, tuple[slice, int | None]] = {
-    aten.native_batch_norm_backward.default: (slice(3, 5), 7),
-    aten.batch_norm_backward.default: (slice(3, 5), 7),
-    aten.cudnn_batch_norm_backward.default: (slice(3, 5), None),
-    aten.miopen_batch_norm_backward.default: (slice(3, 5), None),
-}
 
 
 def capture(
@@ -88,7 +72,7 @@ def capture(
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         builder, twins = stage([model], device, name or type(model).__name__, Origin.JOINT)
-        recorder = _Recorder(builder, twins, model)
+        recorder = _GraphRecorder(builder, twins, model)
         with (
             dynamo(),
             faked(twins, [model, *_criteria(loss, model)], None),
@@ -102,7 +86,11 @@ def capture(
 
 
 def _recorded(
-    recorder: _Recorder, model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: _GraphRecorder,
+    model: nn.Module,
+    loss: Loss | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Graph:
     """Run the step and return its graph. The output is referenced to the end, as in a training loop."""
     step = torch.compile(_captured_step, backend=recorder.sections.backend, dynamic=False)
@@ -120,22 +108,17 @@ def _captured_step(model: nn.Module, loss: Loss | None, args: tuple[Any, ...], k
     return output if loss is None else loss(output)
 
 
-class _Recorder(TorchDispatchMode):
-    """Sees every op on its way to the fake kernels, and every storage when it dies."""
+class _GraphRecorder(Recorder):
+    """Writes down what the captured graphs do, and what runs between them."""
 
     supports_higher_order_operators = True
 
     def __init__(self, builder: GraphBuilder, twins: Twins, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(builder, twins)
         modules = Modules(model)
         self.sections = Sections(modules)
-        self._builder = builder
-        self._twins = twins
         self._eagerly = Eagerly(model, modules)
-        self._accumulation = Accumulation(twins.mode)
-        self._shadows = Shadows()
         self._leaves: list[Resident] = []  # what may get a gradient
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -144,135 +127,70 @@ class _Recorder(TorchDispatchMode):
 
     # Ops ----------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if getattr(func, "namespace", "") == "prim":
-            return func(*args, **kwargs)
-        if not all(map(self._is_ours, tensors_in(args, kwargs))):
-            args, kwargs = map_tensors(self._twin, (args, kwargs))
-        if self._twins.pending:
-            self._register_residents()
+    def spot(self, func: Any, args: tuple[Any, ...]) -> Spot:
         spot = self.sections.here or self._outside()
-        if spot.section == OUTSIDE and spot.phase is Phase.BACKWARD:
-            # in place where the engine would add so, were these not fakes
-            func = aten.add_.Tensor if self._accumulation.in_place(func, args, kwargs) else func
-        result = self._run(func, args, kwargs)
-        self._record(func, args, kwargs, result, spot)
-        return result
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The fake result of an op; where it is a matter of numbers, what the example's own make of it."""
-        known = isinstance(func, torch._ops.OpOverload)
-        numbers = self._shadows.compute(func, args, kwargs) if known else None
-        try:
-            result = func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            if numbers is None:
-                raise CannotCapture(
-                    f"the step depends on a number that only exists when it runs: {current_line()}. "
-                    "Choose with torch.where, or decide outside of the model. "
-                    "lowtide.dry_run can follow steps that cannot be captured."
-                ) from None
-            self.sections.notes[f"decided by the numbers in the example: {current_line()}"] = None
-            result = map_tensors(partial(_empty, like=next(tensors_in(args, kwargs))), numbers)
-        if numbers is not None:
-            self._shadows.pair(result, numbers)
-        return result
+        owner = self._owner_of_buffer(func, args)
+        return dataclasses.replace(spot, module=owner) if owner else spot
 
     def _outside(self) -> Spot:
         phase = self._eagerly.phase()
-        return Spot(phase, *self._eagerly.place(phase), OUTSIDE)
-
-    def _record(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, spot: Spot
-    ) -> None:
-        op = self._builder.add_op(
-            func,
-            args,
-            kwargs,
-            result,
-            phase=spot.phase,
-            module=self._owner_of_buffer(func, args) or spot.module,
-            call=spot.call,
-            section=spot.section,
-            ignored=_ignored(func, args),
-        )
-        if op is None:
-            return
-        for tensor in tensors_in(result):
-            self._watch(tensor)
-            self._accumulation.made(storage_key(tensor))
-        if spot.section == OUTSIDE and spot.phase is Phase.FORWARD:
-            self.sections.notes[f"not captured, runs eagerly: {current_line()}"] = None
+        return Spot(phase, *self._eagerly.place(phase), OUTSIDE, engine=phase is Phase.BACKWARD)
 
     def _owner_of_buffer(self, func: Any, args: tuple[Any, ...]) -> str:
         """The module whose buffer an op overwrites: AOTAutograd moves such updates to the end."""
-        value = self._builder.value_of(args[0]) if func is aten.copy_.default else None
-        found = None if value is None else self._builder.values[value]
+        value = self.builder.value_of(args[0]) if func is aten.copy_.default else None
+        found = None if value is None else self.builder.values[value]
         return found.module if found is not None and found.role is Role.BUFFER else ""
 
-    # Tensors ------------------------------------------------------------------------------------------
+    def recorded(self, op: Op, spot: Spot) -> None:
+        if spot.section == OUTSIDE and spot.phase is Phase.FORWARD:
+            self.sections.notes[f"not captured, runs eagerly: {current_line()}"] = None
 
-    def _is_ours(self, tensor: torch.Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._twins.mode
+    def unknown(self, func: Any, args: tuple[Any, ...], shape: bool) -> Any:
+        raise CannotCapture(
+            f"the step depends on a number that only exists when it runs: {current_line()}. "
+            "Choose with torch.where, or decide outside of the model. "
+            "lowtide.dry_run can follow steps that cannot be captured."
+        )
 
-    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake in place of a tensor that the model or the loss closes over."""
-        if self._is_ours(tensor):
-            return tensor
-        if tensor.requires_grad and self._twins.known(tensor) is None:
+    def decided(self, numbers: Any) -> Any:
+        self.sections.notes[f"decided by the numbers in the example: {current_line()}"] = None
+        return numbers
+
+    # Tensors that were there before -------------------------------------------------------------------
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad and self.twins.known(tensor) is None:
             raise CannotCapture(
                 f"a tensor of shape {tuple(tensor.shape)} that requires gradients takes part in the step but "
                 "belongs neither to the model nor to the loss. Make it a parameter of the model."
             )
-        return self._twins.of(tensor, Role.BATCH, f"constant {tuple(tensor.shape)}")
+        return self.twins.of(tensor, Role.BATCH, f"constant {tuple(tensor.shape)}")
 
     def batch(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """A fake in place of a tensor that the step is given."""
-        twin = self._twins.of(tensor, Role.BATCH, name)
-        self._shadows.remember(twin, tensor)
+        twin = self.twins.of(tensor, Role.BATCH, name)
+        self.shadows.remember(twin, tensor)
         return twin.requires_grad_(tensor.requires_grad)
 
     def tangents(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of `roots`, which are there before the step begins."""
         found = []
         for position, root in enumerate(roots):
-            with _disable_current_modes(), self._twins.mode:
+            with _disable_current_modes(), self.twins.mode:
                 found.append(torch.empty_like(root, requires_grad=False))
             name = "gradient of the loss" if root.numel() == 1 else f"gradient of output {position}"
-            self._builder.add_value(found[-1], Role.BATCH, name)
-            self._watch(found[-1])
+            self.add_resident(Resident(found[-1], Role.BATCH, name, ""))
         return found
 
-    def _register_residents(self) -> None:
-        """Values for the twins made since the last look. They were there all along."""
-        for found in self._twins.pending:
-            if found.role is Role.GRADIENT:  # of an earlier step
-                continue
-            found.fake.grad = None
-            if self._builder.value_of(found.fake) is None:
-                self._builder.add_value(found.fake, found.role, found.name, found.module)
-                self._watch(found.fake)
-            if found.fake.requires_grad:
-                self._leaves.append(found)
-                self._eagerly.own({id(found.fake): found.module})
-        self._twins.pending.clear()
-
-    def _watch(self, tensor: torch.Tensor) -> None:
-        key = storage_key(tensor)
-        if key not in self._alive:
-            death = weakref.ref(tensor.untyped_storage(), partial(self._died, key))
-            self._alive[key] = death, self._builder.value_of(tensor)
-
-    def _died(self, key: int, _: object) -> None:
-        del self._alive[key]
-        self._builder.forget(key)
+    def resident(self, found: Resident) -> None:
+        if found.role is Role.GRADIENT:  # of an earlier step
+            return
+        found.fake.grad = None
+        self.add_resident(found)
+        if found.fake.requires_grad:
+            self._leaves.append(found)
+            self._eagerly.own({id(found.fake): found.module})
 
     # The graph ----------------------------------------------------------------------------------------
 
@@ -283,23 +201,11 @@ class _Recorder(TorchDispatchMode):
             why = "; ".join(self.sections.notes) or "is it disabled (TORCH_COMPILE_DISABLE)?"
             raise CannotCapture(f"Dynamo captured nothing: {why}")
         for leaf in self._leaves:
-            gradient = None if leaf.fake.grad is None else self._builder.value_of(leaf.fake.grad)
-            if gradient is not None and self._builder.values[gradient].role is Role.INTERMEDIATE:
-                self._builder.set_role(gradient, Role.GRADIENT, f"{leaf.name}.grad", leaf.module)
-        self._builder.notes.update(self.sections.notes)
-        return self._builder.finish(value for _, value in self._alive.values() if value is not None)
-
-
-def _empty(number: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(number.shape, dtype=number.dtype, device=like.device)
-
-
-def _ignored(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Arguments that a kernel is handed but does not look at."""
-    where, training = _STATISTICS_IGNORED.get(func, (slice(0), None))
-    if training is not None and not args[training]:
-        return []
-    return list(tensors_in(args[where]))
+            gradient = None if leaf.fake.grad is None else self.builder.value_of(leaf.fake.grad)
+            if gradient is not None and self.builder.values[gradient].role is Role.INTERMEDIATE:
+                self.builder.set_role(gradient, Role.GRADIENT, f"{leaf.name}.grad", leaf.module)
+        self.builder.notes.update(self.sections.notes)
+        return self.builder.finish(value for _, value in self.alive())
 
 
 # Inputs -----------------------------------------------------------------------------------------------

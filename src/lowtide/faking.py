@@ -51,6 +51,10 @@ class Twins:
     _by_storage: dict[int, torch.Tensor] = field(default_factory=dict)
     _real: list[torch.Tensor] = field(default_factory=list)  # keeps ids and storage addresses from reuse
 
+    def is_ours(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a fake of this stage."""
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode
+
     def known(self, real: torch.Tensor) -> torch.Tensor | None:
         """The twin of `real`, if it has one."""
         return self._by_tensor.get(id(real))
@@ -159,11 +163,6 @@ def unnoticed_by_transformers() -> Iterator[None]:
         return
     with patch.object(module, "is_fake_tensor", lambda _: False):
         yield
-
-
-def is_real(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is not one of the dry run's own."""
-    return not isinstance(tensor, FakeTensor)
 
 
 def _fake_module(twins: Twins, path: str, module: nn.Module) -> None:

@@ -113,7 +113,7 @@ class Op:
     phase: Phase = Phase.FORWARD
     module: str = ""
     call: int = 0  # the how-maniest call of that module in the step
-    section: int = 0  # which captured graph, where graph breaks make several
+    section: int = 0  # which captured graph, where graph breaks make several; -1: runs eagerly between them
     random: bool = False
     workspace_bytes: int = 0
     seconds: float = 0.0

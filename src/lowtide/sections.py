@@ -27,6 +27,7 @@ from torch._functorch.partitioners import default_partition
 from lowtide.attribution import Attribution, Place
 from lowtide.building import storage_key, tensors_in
 from lowtide.graph import Phase
+from lowtide.recording import Spot
 from lowtide.userlines import described, is_users
 
 # Dynamo as lowtide wants it: every graph there is, each for exactly these sizes, and no silence about it.
@@ -81,16 +82,6 @@ def dynamo() -> Iterator[None]:
 
 def _silence(record: logging.LogRecord) -> bool:
     return False
-
-
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """Where in the step an op runs."""
-
-    phase: Phase
-    module: str
-    call: int
-    section: int
 
 
 class Modules:
@@ -221,10 +212,10 @@ class Sections:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         found = self.modules.innermost(list(stack))
         if found is None:
-            return Spot(phase, section.module, section.call, section.index)
+            return Spot(phase, section.module, section.call, section.index, engine=False)
         path, key = found
         path = section.renamed(path)
-        return Spot(phase, path, self.modules.call(path, section.index, key), section.index)
+        return Spot(phase, path, self.modules.call(path, section.index, key), section.index, engine=False)
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
         """Cut a joint graph in two, keeping everything: what to recompute is for lowtide to decide."""

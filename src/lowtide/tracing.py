@@ -8,8 +8,7 @@ checkpointing, autocast, optimizer. A dispatch mode writes down the ops; weak re
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,21 +16,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.accumulation import Accumulation
 from lowtide.attribution import Attribution
-from lowtide.building import GraphBuilder, map_tensors, storage_key, tensors_in
+from lowtide.building import GraphBuilder
 from lowtide.errors import BadRequest, CannotTrace
-from lowtide.faking import Resident, Twins, faked, is_real, stage, unnoticed_by_transformers
-from lowtide.graph import Graph, Origin, Phase, Role
+from lowtide.faking import Resident, Twins, faked, stage, unnoticed_by_transformers
+from lowtide.graph import Graph, Op, Origin, Phase, Role
+from lowtide.recording import Recorder, Spot
 from lowtide.rules import cuda_rules
 from lowtide.schedule import Compute, Free, Schedule, Step
-from lowtide.shadows import Shadows
 from lowtide.simulation import Timeline, simulate
 from lowtide.userlines import current_line
 
@@ -94,7 +87,7 @@ def dry_run(
     builder, twins = stage(models, device, name or type(models[0]).__name__, Origin.EAGER)
     builder.notes.update(dict.fromkeys(_unfollowed(models)))
     follow = Attribution(models)
-    recorder = _Recorder(builder, twins, follow)
+    recorder = _StepRecorder(builder, twins, follow)
     with ExitStack() as stack:
         stack.enter_context(faked(twins, models, optimizer, _stateful_things_used_by(step)))
         stack.enter_context(twins.mode)
@@ -112,35 +105,27 @@ def dry_run(
     return trace
 
 
-class _Recorder(TorchDispatchMode):
-    """Sees every op on its way to the fake kernels, and every storage when it dies."""
+class _StepRecorder(Recorder):
+    """Writes down one step among several, with the order of computes and frees."""
 
     def __init__(self, builder: GraphBuilder, twins: Twins, follow: Attribution) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.builder = builder
-        self.twins = twins
+        super().__init__(builder, twins)
         self.follow = follow
-        self.accumulation = Accumulation(twins.mode)
-        self.shadows = Shadows()
         self.steps: list[Step] = []
         self._recording = False
         self._parameters: list[Resident] = []
-        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     # The window ---------------------------------------------------------------------------------------
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> None:
         """What is alive now is resident; what happens from now on is the step."""
-        self._register_residents()
+        self.register_residents()
         fresh = GraphBuilder(
             self.builder.name, self.builder.origin, self.builder.device, self.builder.relabel
         )
         fresh.notes = self.builder.notes
-        for key, reference in list(self._deaths.items()):
-            storage = reference()
-            value = self.builder.forget(key)
-            if storage is not None and value is not None:
-                fresh.adopt(storage, self.builder.values[value])
+        for storage, value in self.alive():
+            fresh.adopt(storage, self.builder.values[value])
         self.builder = fresh
         self._mark_gradients()
         self._mark_optimizer_state(optimizer)
@@ -151,98 +136,41 @@ class _Recorder(TorchDispatchMode):
         """The step is over: whatever is alive outlives it."""
         self._recording = False
         self._mark_optimizer_state(optimizer)
-        freed = {step.value for step in self.steps if isinstance(step, Free)}
-        outputs = {value.id for value in self.builder.values if value.id not in freed}
+        outputs = [value for _, value in self.alive()]
         return Trace(self.builder.finish(outputs), Schedule(tuple(self.steps)))
 
     # Ops ----------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if isinstance(kwargs.get("device"), torch.device):  # may name the home of a tensor that has a twin
-            kwargs["device"] = self.twins.device(kwargs["device"])
-        if func.namespace in (
-            "prim",
-            "profiler",
-        ):  # questions about a tensor, marks for a profiler: no memory
-            return func(*args, **kwargs)
-        if func is aten.lift_fresh.default:  # a constant written in the user's code, made on the spot
-            return self._record(func, (), {}, func(*args, **kwargs))
-        if self.follow.phase() is Phase.BACKWARD and self.accumulation.in_place(func, args, kwargs):
-            func = aten.add_.Tensor
-        if any(is_real(tensor) for tensor in tensors_in(args, kwargs)):
-            args, kwargs = map_tensors(self._twin, (args, kwargs))
-        if self.twins.pending:
-            self._register_residents()
-        return self._record(func, args, kwargs, self._run(func, args, kwargs))
+    def spot(self, func: Any, args: tuple[Any, ...]) -> Spot:
+        phase = self.follow.phase()
+        return Spot(phase, *self.follow.place(phase), section=0, engine=phase is Phase.BACKWARD)
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The fake result of an op; where its shape or the answer itself is a matter of numbers, those."""
-        numbers = self.shadows.compute(func, args, kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except DataDependentOutputException:
-            return self._guess(func, args) if numbers is None else numbers
-        except DynamicOutputShapeException:
-            result = self._run_by_numbers(func, args, numbers)
-        if numbers is not None:
-            self.shadows.pair(result, numbers)
-        return result
+    def recorded(self, op: Op, spot: Spot) -> None:
+        self.steps.append(Compute(op.id))
 
-    def _run_by_numbers(self, func: Any, args: tuple[Any, ...], numbers: Any) -> Any:
-        """The fake result of an op whose shape depends on numbers, if those are known."""
-        device = next(tensors_in(args)).device
+    def died(self, value: int) -> None:
+        if self._recording:
+            self.steps.append(Free(value))
 
-        def empty(real: torch.Tensor) -> torch.Tensor:
-            return torch.empty(real.shape, dtype=real.dtype, device=device)
+    def unknown(self, func: Any, args: tuple[Any, ...], shape: bool) -> Any:
+        return self._chosen(func, args) if shape else self._guess(func, args)
 
-        if numbers is not None:
-            return map_tensors(empty, numbers)
-        indexing = func is aten.index.Tensor
+    def _chosen(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """The fake result of indexing with masks, if it is known how much they choose."""
         positions: list[torch.Tensor | None] = []
-        for index in args[1] if indexing else ():
-            count = self.shadows.chosen(index) if index is not None else None
-            if count is not None:
-                positions += [torch.empty(count, dtype=torch.int64, device=device)] * index.dim()
-            else:
+        for index in args[1] if func is aten.index.Tensor else ():
+            count = None if index is None else self.shadows.chosen(index)
+            if count is None:
                 positions.append(index)
-        if not indexing or any(index is not None and index.dtype is torch.bool for index in positions):
+            else:
+                positions += [torch.empty(count, dtype=torch.int64, device=index.device)] * index.dim()
+        unknown = any(index is not None and index.dtype is torch.bool for index in positions)
+        if unknown or not positions:
             raise CannotTrace(
                 f"the shape of what {func} returns depends on numbers, which a dry run does not have: "
                 f"{current_line()}"
             )
         return func(args[0], positions)
-
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-        phase = self.follow.phase()
-        module, call = self.follow.place(phase)
-        op = self.builder.add_op(func, args, kwargs, result, phase=phase, module=module, call=call)
-        if op is not None:
-            self.steps.append(Compute(op.id))
-            for tensor in tensors_in(result):
-                self._watch(tensor)
-                self.accumulation.made(storage_key(tensor))
-        return result
-
-    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake in place of a real tensor that the step closes over: a batch, a constant."""
-        if not is_real(tensor):
-            return tensor
-        if tensor.requires_grad and self.twins.known(tensor) is None:
-            raise CannotTrace(
-                f"a tensor of shape {tuple(tensor.shape)} that requires gradients takes part in the step "
-                f"but belongs to no module that dry_run was given: {current_line()}. "
-                "Pass every module that is used: model=[model, other]"
-            )
-        twin = self.twins.of(tensor, Role.BATCH, f"batch {tuple(tensor.shape)}")
-        self.shadows.remember(twin, tensor)
-        return twin
 
     def _guess(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What an undisturbed step would read: losses finite, no overflow, nothing to skip."""
@@ -257,35 +185,27 @@ class _Recorder(TorchDispatchMode):
         finite = 0 if writer.startswith("_amp_") else 1  # a gradient scaler asks whether anything overflowed
         return float(finite) if args[0].dtype.is_floating_point else finite
 
-    # Storages -----------------------------------------------------------------------------------------
+    # Tensors that were there before -------------------------------------------------------------------
 
-    def _register_residents(self) -> None:
-        """Values for the twins made since the last look. They were there all along."""
-        while self.twins.pending:
-            found = self.twins.pending.pop()
-            if self.builder.value_of(found.fake) is None:
-                self.builder.add_value(found.fake, found.role, found.name, found.module)
-                self._watch(found.fake)
-            if found.role is Role.PARAMETER:
-                self._own(found)
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad and self.twins.known(tensor) is None:
+            raise CannotTrace(
+                f"a tensor of shape {tuple(tensor.shape)} that requires gradients takes part in the step "
+                f"but belongs to no module that dry_run was given: {current_line()}. "
+                "Pass every module that is used: model=[model, other]"
+            )
+        twin = self.twins.of(tensor, Role.BATCH, f"batch {tuple(tensor.shape)}")
+        self.shadows.remember(twin, tensor)
+        return twin
 
-    def _own(self, parameter: Resident) -> None:
-        self._parameters.append(parameter)
-        self.follow.own({id(parameter.fake): parameter.module})
-        if parameter.fake.requires_grad:
-            mark = partial(self._mark_gradient, name=parameter.name, module=parameter.module)
-            parameter.fake.register_post_accumulate_grad_hook(mark)
-
-    def _watch(self, tensor: torch.Tensor) -> None:
-        key = storage_key(tensor)
-        if key not in self._deaths:
-            self._deaths[key] = weakref.ref(tensor.untyped_storage(), partial(self._died, key))
-
-    def _died(self, key: int, _: object) -> None:
-        del self._deaths[key]
-        value = self.builder.forget(key)
-        if value is not None and self._recording:
-            self.steps.append(Free(value))
+    def resident(self, found: Resident) -> None:
+        self.add_resident(found)
+        if found.role is Role.PARAMETER:
+            self._parameters.append(found)
+            self.follow.own({id(found.fake): found.module})
+            if found.fake.requires_grad:
+                mark = partial(self._mark_gradient, name=found.name, module=found.module)
+                found.fake.register_post_accumulate_grad_hook(mark)
 
     # Roles --------------------------------------------------------------------------------------------
 
@@ -325,6 +245,8 @@ def _stateful_things_used_by(step: Callable[[], object]) -> list[object]:
     """Gradient scalers and schedulers that the step closes over: they keep tensors and counters."""
     kinds = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
     function = inspect.unwrap(step.func if isinstance(step, partial) else step)
+    if inspect.ismethod(function):
+        return [thing for thing in vars(function.__self__).values() if isinstance(thing, kinds)]
     if not inspect.isfunction(function):
         return []
     used = inspect.getclosurevars(function)

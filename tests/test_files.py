@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handmade import Drawing, chain, graphs, steps
-from lowtide.errors import BadFile
+from lowtide.errors import BadFile, MalformedGraph
 from lowtide.files import load_graph, save_graph, write_text
 from lowtide.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol
 from lowtide.schedule import Compute, Free, Schedule, Step, straight
@@ -528,3 +528,11 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tempfile, "mkstemp", forbid)
     with pytest.raises(BadFile, match=r"graph\.json': Permission denied"):
         save_graph(chain(), tmp_path / "graph.json")
+
+
+def test_a_graph_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    graph = chain()
+    endless = replace(graph, ops=(replace(graph.ops[0], seconds=float("inf")), *graph.ops[1:]))
+    with pytest.raises(MalformedGraph, match="inf seconds"):
+        save_graph(endless, tmp_path / "graph.json")
+    assert list(tmp_path.iterdir()) == []

@@ -247,3 +247,15 @@ def test_a_broken_rule_is_named_with_the_op_that_breaks_it(graph: Graph, message
     with pytest.raises(MalformedGraph) as refusal:
         validate(graph)
     assert str(refusal.value) == message
+
+
+def test_an_op_cannot_read_what_it_only_creates() -> None:
+    graph = chain()
+    first = graph.ops[0]
+    made = first.outputs[0]
+    assert made is not None
+    circular = replace(first, args=(*first.args, Ref(made)), reads=(*first.reads, *first.creates))
+    with pytest.raises(
+        MalformedGraph, match=rf"op 0 .* reads value {first.creates[0]} before op 0 .* creates it"
+    ):
+        validate(replace(graph, ops=(circular, *graph.ops[1:])))

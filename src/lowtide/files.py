@@ -28,8 +28,17 @@ E = TypeVar("E", bound=StrEnum)
 
 
 def save_graph(graph: Graph, path: str | os.PathLike[str], schedule: Schedule | None = None) -> None:
-    """Write `graph`, and the schedule that goes with it if there is one, to `path`."""
-    document: dict[str, Json] = {"lowtide": "graph", "schema": SCHEMA, "graph": _graph_to_json(graph)}
+    """Write `graph`, and the schedule that goes with it if there is one, to `path`.
+
+    Raises:
+        MalformedGraph: the graph breaks its own rules, and could not be read again.
+        BadFile: the file cannot be written.
+    """
+    document: dict[str, Json] = {
+        "lowtide": "graph",
+        "schema": SCHEMA,
+        "graph": _graph_to_json(validate(graph)),
+    }
     if schedule is not None:
         # One whole number a step: op n is n, the free of value n is -n-1.
         document["schedule"] = [

@@ -37,7 +37,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """`count` in binary units with three significant figures or more: '687.0 MiB', '1.50 GiB', '17 B'."""
+    """`count` in binary units: '17 B', '1.5 KiB', '687.0 MiB', '1.50 GiB'."""
     if abs(count) < 1024:
         return f"{count} B"
     power = min((abs(count).bit_length() - 1) // 10, 4)

@@ -24,8 +24,8 @@ def validate(graph: Graph) -> Graph:
     creators = graph.creator
     for op in graph.ops:
         _validate_op(graph, op)
-        for value in (*op.reads, *op.mutates):
-            if value in creators and value not in created and value not in op.creates:
+        for value in (*op.reads, *(set(op.mutates) - set(op.creates))):
+            if value in creators and value not in created:
                 raise MalformedGraph(
                     f"{_named(op)} reads value {value} before {_named(graph.ops[creators[value]])} creates it"
                 )

@@ -44,8 +44,9 @@ def main() -> None:
     table.add_argument("-o", "--output", type=Path, required=True)
     chosen = parser.parse_args()
     if chosen.command == "table":
-        documents = [json.loads(path.read_text()) for path in chosen.files]
-        write_text(chosen.output, render(*documents))
+        measured, predicted = (json.loads(path.read_text()) for path in chosen.files)
+        write_text(chosen.output, render(measured, predicted))
+        draw(measured, predicted, chosen.output.with_suffix(".png"))
     elif chosen.row is not None:
         work = measured_row if chosen.command == "measure" else predicted_row
         print(json.dumps(work(ROWS[chosen.row], chosen.cache)))
@@ -174,20 +175,53 @@ def render(measured: dict[str, Any], predicted: dict[str, Any]) -> str:
         "| reserved | predicted there | op at the peak |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for real, guess in zip(measured["rows"], predicted["rows"], strict=True):
-        growth = real["measured_bytes"] - real["measured_resident_bytes"]
+    there_errors, here_errors = errors(measured, measured), errors(measured, predicted)
+    for row, (real, guess) in enumerate(zip(measured["rows"], predicted["rows"], strict=True)):
         cells = [
             real["name"] + (" †" if real["held_out"] else ""),
             str(real["ops"]),
             mib(real["measured_bytes"]),
         ]
-        for found in (real, guess):
-            error = (found["predicted_bytes"] - real["measured_bytes"]) / growth
-            cells += [mib(found["predicted_bytes"]), f"{100 * error:+.2f} %"]
+        cells += [mib(real["predicted_bytes"]), f"{there_errors[row]:+.2f} %"]
+        cells += [mib(guess["predicted_bytes"]), f"{here_errors[row]:+.2f} %"]
         cells += [mib(real["reserved_bytes"]), mib(real["predicted_reserved_bytes"]), real["peak_op"]]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "† played no part in finding the rules for CUDA that predict without a GPU."]
     return "\n".join(lines) + "\n"
+
+
+def errors(measured: dict[str, Any], found: dict[str, Any]) -> list[float]:
+    """Per cent of the part that is not resident, row by row."""
+    return [
+        100
+        * (guess["predicted_bytes"] - real["measured_bytes"])
+        / (real["measured_bytes"] - real["measured_resident_bytes"])
+        for real, guess in zip(measured["rows"], found["rows"], strict=True)
+    ]
+
+
+def draw(measured: dict[str, Any], predicted: dict[str, Any], path: Path) -> None:
+    """The errors as a picture: one line a step, a mark for each way of predicting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [row["name"] for row in measured["rows"]]
+    figure, axes = pyplot.subplots(figsize=(11, 0.32 * len(names) + 1.4), layout="constrained")
+    lines = range(len(names))
+    axes.axvspan(-1, 1, color="0.93", label="within 1 %")
+    axes.axvline(0, color="0.4", linewidth=1)
+    axes.plot(errors(measured, predicted), lines, "o", color="#d55e00", label="predicted without any GPU")
+    axes.plot(errors(measured, measured), lines, "D", color="#0072b2", label="predicted with a profile")
+    axes.set_yticks(lines, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("error of the predicted peak, per cent of what is not resident")
+    axes.set_title(f"Predicted against measured, {measured['machine']['device']}", loc="left")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def mib(count: int) -> str:

@@ -274,7 +274,12 @@ def test_a_request_that_makes_no_sense_is_refused(options: dict[str, Any], said:
         fit(nn.Linear(3, 2), (torch.ones(2, 3),), **{"loss": torch.sum, "profile": False, **options})
 
 
-@pytest.mark.parametrize("example", [torch.ones(2, 3), [torch.ones(2, 3)], None])
+def test_a_lone_tensor_is_an_example_of_one_argument() -> None:
+    alone = fit(nn.Linear(3, 2), torch.ones(2, 3), torch.sum, profile=False)
+    assert alone.peak_bytes == fit(nn.Linear(3, 2), (torch.ones(2, 3),), torch.sum, profile=False).peak_bytes
+
+
+@pytest.mark.parametrize("example", [[torch.ones(2, 3)], None])
 def test_an_example_is_a_tuple_or_a_dict(example: Any) -> None:
     with pytest.raises(BadRequest, match=f"the example is a {type(example).__name__}. Give a tuple"):
         fit(nn.Linear(3, 2), example, torch.sum, profile=False)

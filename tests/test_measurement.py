@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,6 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide import measurement
 from lowtide.errors import BadRequest, DeviceMissing
 from lowtide.measurement import Block, Reading, cpu_blocks, growth, measure, record_cpu
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _everything_older_is_out_of_the_way() -> Iterator[None]:
+    """Measuring collects garbage first, and torch alone leaves a million objects to look through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def block_of(count: int) -> torch.Tensor:

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from handmade import Drawing
-from lowtide import profiling
+from lowtide import libraries, profiling
 from lowtide.costs import Cost, CostCache, signature
 from lowtide.errors import BadFile, BadRequest, DeviceMissing
-from lowtide.graph import Arg, Graph, Op, Ref, Role, Symbol, Tensor
+from lowtide.graph import Arg, Graph, Op, Phase, Ref, Role, Symbol, Tensor
 from lowtide.kernels import Call, Failure, measure_calls, resolve
 from lowtide.measurement import growth, measure, record_cpu
 from lowtide.profiling import Caps, call_of, environment, profile, with_costs
@@ -276,6 +276,34 @@ def test_what_libraries_hold_is_a_resident_value_and_is_counted_once() -> None:
     assert with_costs(graph, {}, profiled_on="there").values == graph.values
 
 
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        ([], 0),
+        ([Phase.FORWARD], 100),
+        ([Phase.BACKWARD], 30),
+        ([Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD], 130),
+    ],
+)
+def test_libraries_are_asked_once_for_each_thread_and_only_on_a_card(
+    monkeypatch: pytest.MonkeyPatch, phases: list[Phase], expected: int
+) -> None:
+    monkeypatch.setattr(libraries, "_cublas_bytes", lambda device: (100, 30))
+    drawing = Drawing()
+    drawing.value("x", 8)
+    for phase in phases:
+        drawing.op("aten.mm.default", [0], [drawing.value("product", 8)], phase=phase)
+    graph = drawing.graph()
+    assert libraries.library_bytes(graph, torch.device("cuda", 0)) == expected
+    assert libraries.library_bytes(graph, CPU) == 0
+
+
+def test_a_profile_on_the_cpu_knows_of_no_libraries(cache: Path) -> None:
+    graph = profile(traced(nn.Linear(4, 4), torch.ones(2, 4)), cache=cache).graph
+    assert ops_called(graph, "addmm")
+    assert not any(value.role is Role.LIBRARY for value in graph.values)
+
+
 # What cannot be run ---------------------------------------------------------------------------------
 
 
@@ -394,7 +422,7 @@ def test_costs_are_extrapolated_along_a_line() -> None:
     found = profiling._extrapolated(larger, smaller, size=16, half=4, quarter=2)
     assert found == Cost(40 + 12 * 8, 0.5 + 12 * 0.125, None, extrapolated=True)
     falling = profiling._extrapolated(smaller, larger, size=16, half=4, quarter=2)
-    assert (falling.workspace_bytes, falling.seconds) == (0, 0.0)
+    assert (falling.workspace_bytes, falling.seconds) == (24, 0.25)  # more never takes less
 
 
 def test_a_cut_call_keeps_the_order_of_strides_and_every_other_number() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -323,10 +324,34 @@ def test_cross_entropy_under_autocast_takes_logarithms_in_half_precision() -> No
     assert op_called(trace, "nll_loss_forward").args[3:] == (2, 3)
 
 
-@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"weight": torch.ones(16)}])
-def test_another_kind_of_cross_entropy_is_left_as_it_is(options: dict[str, Any]) -> None:
-    trace = scored(torch.bfloat16, **options)
+@pytest.mark.parametrize(
+    "entropy",
+    [
+        lambda scores, labels: F.cross_entropy(scores, labels, label_smoothing=0.1),
+        lambda scores, labels: F.cross_entropy(scores, labels, weight=torch.ones(16)),
+        lambda scores, labels: F.cross_entropy(scores, labels, torch.ones(16)),
+        lambda scores, labels: F.cross_entropy(scores, F.one_hot(labels, 16).float()),
+    ],
+)
+def test_another_kind_of_cross_entropy_is_left_as_it_is(
+    entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    model = nn.Linear(8, 16)
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            entropy(model(torch.ones(32, 8)), torch.zeros(32, dtype=torch.int64)).backward()
+
+    trace = dry_run(step, model=model, device="cuda")
     assert created(trace, op_called(trace, "_log_softmax")) == [("float32", 32 * 16 * 4)]
+
+
+def test_cross_entropy_of_a_model_that_is_in_half_precision_itself_stays_in_it() -> None:
+    model = nn.Linear(8, 16, dtype=torch.bfloat16)
+    batch, labels = torch.ones(32, 8, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.int64)
+    trace = dry_run(lambda: F.cross_entropy(model(batch), labels).backward(), model=model, device="cuda")
+    assert created(trace, op_called(trace, "nll_loss_forward"))[0] == ("bfloat16", 2)
+    assert "_to_copy" not in names(trace)
 
 
 def test_cross_entropy_without_autocast_or_of_one_sample_is_left_as_it_is() -> None:
@@ -458,6 +483,17 @@ WIDE, POINT = (4, 3, 3, 3), (4, 3, 1, 1)  # 432 and 48 bytes
             2048,  # 768 + 1024 + 216 = 2008
         ),
         (image(0, (2, 1, 8, 8)), image(1, (4, 1, 3, 3)), image(2, OUTPUT), 3072),  # 512 + 2048 + 144 = 2704
+        (image(0, DATA), image(1, (4, 3, 1, 3)), image(2, OUTPUT), 4096),  # 1×3: 1536 + 2048 + 144 = 3728
+        (image(0, (2, 32, 8, 8), LAST), image(1, (4, 32, 1, 1)), image(2, HALVED), 1024),  # 512 + 512
+        (image(0, (2, 2, 8, 8), LAST), image(1, (4, 2, 3, 3)), image(2, OUTPUT, LAST), 512),  # 288
+        (image(0, (2, 3, 1, 8), LAST), image(1, (4, 3, 1, 3)), image(2, (2, 4, 1, 8)), 512),  # 256 + 144
+        # of one channel every order is channels-last, and copied all the same
+        (
+            Tensor(0, 0, (2, 1, 8, 8), (64, 1, 8, 1), 0, "float32"),
+            image(1, (4, 1, 3, 3)),
+            image(2, OUTPUT),
+            3072,
+        ),
         # a slice of something larger is copied without the rest: as the first
         (Tensor(0, 0, DATA, (1000, 64, 8, 1), 500, "float32"), image(1, WIDE), image(2, OUTPUT), 4096),
         (Tensor(0, 0, (2, 3, 8), (24, 8, 1), 0, "float32"), image(1, (4, 3, 3)), image(2, (2, 4, 8)), 1024),
@@ -509,6 +545,16 @@ def test_cudnns_attention_backward_sums_the_queries_gradients_in_32_bits(packed:
     (back,) = (op for op in graph.ops if op.target.split(".")[1] == f"{CUDNN}_backward")
     queries = BATCH * HEADS * TOKENS * WIDTH
     assert back.workspace_bytes == 8704 == -(-(queries * 4 + BATCH * HEADS * TOKENS * 4) // 512) * 512
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(2, 4096 + 512), (1, 4096 + 2 * 2048 + 512)])
+def test_cudnns_attention_backward_takes_no_more(shared: int, expected: int) -> None:
+    query = [image(number, (1, 2, 64, 8), dtype="bfloat16") for number in range(5)]
+    for number in (2, 3):
+        query[number] = image(number, (1, shared, 64, 8), dtype="bfloat16")
+    sums = image(5, (1, 2, 64, 1))
+    graph = on_card(f"aten.{CUDNN}_backward.default", Phase.BACKWARD, [*query, sums], [])
+    assert price(graph).ops[0].workspace_bytes == expected
 
 
 def test_gradients_of_shared_keys_and_values_are_held_once_a_query_head() -> None:

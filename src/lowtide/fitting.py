@@ -165,8 +165,8 @@ def fit(
     The step is zero_grad, forward, loss, backward and `optimizer` ("sgd", "momentum", "adam", "adamw")
     once its states exist; without an optimizer it is forward, loss and backward into empty gradients.
     It runs on fake tensors: nothing is allocated and the model stays as it is. `example` is a tuple of
-    arguments or a dict of keyword arguments; `loss` makes a number of the model's output and may be left
-    out if the output is that number or carries it (`.loss`, `["loss"]`, first of a tuple).
+    arguments, a dict of keyword arguments or a single tensor; `loss` makes a number of the model's output
+    and may be left out if the output is that number or carries it (`.loss`, `["loss"]`, first of a tuple).
 
     `device` is where the step will run, by default where the model is. With `profile`, each distinct op is
     run once for the workspace its kernel takes, and `progress(done, of)` is called meanwhile; if the device

@@ -335,8 +335,8 @@ def _elements(tensor: Any) -> int:
 
 def _extrapolated(larger: Cost, smaller: Cost, size: int, half: int, quarter: int) -> Cost:
     def line(at_half: float, at_quarter: float) -> float:
-        slope = (at_half - at_quarter) / (half - quarter)
-        return max(0.0, at_half + slope * (size - half))
+        slope = max(0.0, (at_half - at_quarter) / (half - quarter))  # more never takes less
+        return at_half + slope * (size - half)
 
     return Cost(
         workspace_bytes=round(line(larger.workspace_bytes, smaller.workspace_bytes)),

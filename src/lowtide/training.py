@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide.errors import BadRequest
 
-Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
+Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | torch.Tensor
 Loss: TypeAlias = Callable[[Any], torch.Tensor]
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -52,7 +52,7 @@ def training_step(
     return step
 
 
-def arguments(example: Example | torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments that an example stands for."""
     if isinstance(example, torch.Tensor):
         return (example,), {}

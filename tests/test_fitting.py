@@ -40,7 +40,8 @@ def mlp() -> nn.Module:
 
 def predict(**options: Any) -> Fit:
     with torch.device("meta"):
-        return fit(mlp(), (torch.ones(16, 4),), torch.sum, profile=False, **options)
+        model, batch = mlp(), torch.ones(16, 4)
+    return fit(model, (batch,), torch.sum, profile=False, **options)
 
 
 # A step one can add up -------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _EventType, _ProfilerEvent
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from lowtide.building import leaves, storage_key, tensors_in
 from lowtide.costs import Cost
 from lowtide.graph import Arg, Ref, Symbol, Tensor
-from lowtide.measurement import cpu_blocks, growth
+from lowtide.measurement import allocator_events, cpu_blocks, growth
 from lowtide.simulation import allocator_of
 from lowtide.validation import extent_bytes
 
@@ -213,7 +213,7 @@ def _output_bytes(args: list[Any], kwargs: dict[str, Any], result: Any) -> tuple
 def _measure_on_cpu(calls: Sequence[Call]) -> Iterator[Cost | Failure]:
     """All calls under one recording, each marked, since starting a recording costs more than most ops."""
     results: list[tuple[float, tuple[int, ...]] | Failure] = []
-    with torch.enable_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    with torch.enable_grad(), allocator_events() as recording:
         for position, call in enumerate(calls):
             results.append(_run_marked(call, f"{_MARK}{position}"))
     workspaces = _workspaces(recording)

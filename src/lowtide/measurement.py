@@ -11,6 +11,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -127,14 +128,22 @@ def _measure_cpu(step: Callable[[], object]) -> Reading:
     return Reading("cpu", max(timeline), resident, seconds, timeline)
 
 
+@contextmanager
+def allocator_events() -> Iterator[profile]:
+    """A recording of everything the CPU allocator does while the block runs."""
+    with warnings.catch_warnings():
+        # said by some releases of every recording that is not the first of a process
+        warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+            yield recording
+
+
 def record_cpu(step: Callable[[], object]) -> tuple[list[Block], float]:
     """Every allocation and free of the CPU allocator while `step` runs, in order, and its wall time."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the profiler warns that it is asked for no operators
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
-            start = time.perf_counter()
-            result = step()
-            seconds = time.perf_counter() - start
+    with allocator_events() as recording:
+        start = time.perf_counter()
+        result = step()
+        seconds = time.perf_counter() - start
     del result
     results = recording.profiler.kineto_results if recording.profiler is not None else None
     if results is None:

@@ -348,6 +348,20 @@ def test_a_file_that_another_process_has_begun_anew_meanwhile_is_not_set_aside(t
     assert Slow(path, "here").get(COSTS) == COSTS
 
 
+def test_only_one_process_at_a_time_sets_a_file_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "costs.sqlite"
+    path.write_bytes(b"garbage")
+    monkeypatch.setattr(costs, "_WAIT_SECONDS", 0.0)
+    with closing(sqlite3.connect(tmp_path / "costs.sqlite.lock", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(BadFile, match="database is locked"):
+            CostCache(path, "here")
+        assert path.read_bytes() == b"garbage"
+    assert works(path)
+
+
 # Refusals -------------------------------------------------------------------------------------------
 
 

@@ -27,15 +27,19 @@ class Ring(StrEnum):
 CORE = {
     "_version",
     "allocator",
+    "caching",
     "chain",
     "errors",
     "files",
     "graph",
     "layout",
+    "plans",
     "schedule",
     "simulation",
+    "solution",
     "solvers",
     "units",
+    "unrolling",
     "validation",
 }
 SURFACE = {

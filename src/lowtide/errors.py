@@ -3,6 +3,8 @@
     LowtideError
     ├── BadRequest            what was asked makes no sense; says why and what to do instead
     │   ├── UnknownModel      no model of that name; carries the nearest names
+    │   ├── UnknownMethod     no method of that name; carries the nearest names
+    │   ├── InfeasibleBudget  no plan fits; carries the least that would, and who needs it
     │   └── DeviceMissing     measuring or profiling was asked for on a device that is not there
     ├── MalformedGraph        a graph breaks its own rules; names the op
     ├── IllegalSchedule       a schedule the referee refuses; names the step and the op
@@ -40,6 +42,34 @@ class UnknownModel(BadRequest):
             f"there is no model called '{name}'.{hint}\n"
             "Give a zoo name (see `lowtide zoo`), hf:TYPE, torchvision:NAME, timm:NAME "
             "or path/to/file.py:function."
+        )
+
+
+class UnknownMethod(BadRequest):
+    """No method goes by this name."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        self.nearest = tuple(difflib.get_close_matches(name, self.known, n=3, cutoff=0.5))
+        hint = f" Did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
+        super().__init__(f"there is no method called '{name}'.{hint} There are: {', '.join(self.known)}.")
+
+
+class InfeasibleBudget(BadRequest):
+    """No plan that the method can make stays within the budget."""
+
+    def __init__(self, method: str, budget_bytes: int, least_bytes: int, needed_by: str) -> None:
+        from lowtide.units import format_bytes  # which raises errors from here
+
+        self.method = method
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes
+        self.needed_by = needed_by
+        super().__init__(
+            f"no plan of {method} fits in {format_bytes(budget_bytes)}: the least it reaches is "
+            f"{format_bytes(least_bytes)} ({least_bytes} bytes), needed by {needed_by}. "
+            "Raise the budget to at least that, shrink the batch, or cut the model finer."
         )
 
 

@@ -1,0 +1,82 @@
+"""What a method answers, and what is known about the answer once the referee has seen it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+from lowtide.chain import Chain
+from lowtide.plans import Plan
+from lowtide.simulation import Timeline
+from lowtide.unrolling import replay
+
+
+class Status(StrEnum):
+    """How good a plan is known to be, for what its method minimises."""
+
+    OPTIMAL = "optimal"  # proved: no plan of the method's class does better
+    FEASIBLE = "feasible"  # a plan, with no proof that there is none better
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a method hands to the referee.
+
+    `peak_bytes` is what the method believes the plan peaks at, where it has a formula for that: if the
+    replay disagrees, the method has a bug. `objective_bytes` is what it minimised, where that is
+    something else (the textbook sum).
+    """
+
+    plan: Plan
+    status: Status
+    peak_bytes: int | None = None
+    objective_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """A dry run of the model with the plan applied: what the step will really do."""
+
+    peak_bytes: int
+    recomputed_ops: int
+    extra_seconds: float
+    plain_peak_bytes: int
+    plain_seconds: float
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A plan for a chain that the referee has replayed.
+
+    `peak_bytes` is what the replay counted, `lower_bound_bytes` what no plan at all could undercut,
+    `extra_seconds` what recomputation adds to a step that takes `chain.seconds` without it.
+    `confirmation` is there where there is a model.
+    """
+
+    chain: Chain
+    method: str
+    plan: Plan
+    status: Status
+    peak_bytes: int
+    lower_bound_bytes: int
+    extra_seconds: float
+    planning_seconds: float
+    budget_bytes: int | None = None
+    objective_bytes: int | None = None
+    confirmation: Confirmation | None = field(default=None)
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """The tensors that are kept as places to start again from, as the literature numbers them."""
+        return self.plan.checkpoints
+
+    @property
+    def extra_seconds_ratio(self) -> float:
+        """Time added by recomputation, as a part of the plain step."""
+        return self.extra_seconds / self.chain.seconds if self.chain.seconds else 0.0
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The replay, moment by moment."""
+        return replay(self.chain, self.plan)

@@ -71,7 +71,8 @@ def unrolled_graph(chain: Chain) -> Graph:
                 chain.backward_bytes[k - 1] - held, chain.backward_seconds[k - 1],
             ),
             _op(
-                _backward(chain, k) + 1, "hand on", name, Phase.BACKWARD, (baton,), (gradient, settled), 0, 0.0
+                _backward(chain, k) + 1, "hand on", name, Phase.BACKWARD, (baton,), (gradient, settled),
+                0, 0.0,
             ),
         ]  # fmt: skip
     start = _op(_loss(chain), "loss", "", Phase.BACKWARD, (), (_LAST_GRADIENT,), 0, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowtide.graph import Phase
+from lowtide.graph import Call, Phase
 
 Place = tuple[str, int]  # module path, how-maniest call of it
 _NOWHERE: Place = ("", 0)
@@ -23,19 +23,30 @@ class Attribution:
 
     In the forward an op belongs to the module whose call is innermost. In the backward it belongs to
     the module whose forward made the running autograd node: both carry the same sequence number.
+
+    `clock` tells how many ops there have been; `calls` are the forward's calls of modules, each with the
+    ops that ran in it, in the order in which they ended.
     """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(self, models: Sequence[nn.Module], clock: Callable[[], int] = int) -> None:
+        self.calls: list[Call] = []
+        self._clock = clock
         self._paths = {id(module): path for model in models for path, module in model.named_modules()}
         self._owner: dict[int, str] = {}
-        self._stack: list[Place] = []
+        self._stack: list[tuple[Place, int]] = []  # with the op at which the call began
         self._calls: Counter[str] = Counter()
-        self._place_of_node: dict[int, Place] = {}
+        self._place_of_node: dict[int, tuple[Place, int]] = {}
         self._optimizing = 0
 
     def own(self, owners: Mapping[int, str]) -> None:
         """Tell which module owns each parameter, by the id of the tensor."""
         self._owner.update(owners)
+
+    def begin(self) -> None:
+        """The step that is recorded begins here: its calls are counted from zero."""
+        self.calls.clear()
+        self._calls.clear()
+        self._place_of_node.clear()
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -66,25 +77,36 @@ class Attribution:
         if phase is Phase.BACKWARD:
             node = torch._C._current_autograd_node()
             return _NOWHERE if node is None else self._place_of(node)
-        place = self._stack[-1] if self._stack else _NOWHERE
+        place = self._stack[-1][0] if self._stack else _NOWHERE
         # The node of this op was numbered just before the op reached us. An op that makes no node (a
         # counter that is increased, say) finds the number of the op before it taken, and leaves it.
-        self._place_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, place)  # type: ignore[attr-defined]
+        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        self._place_of_node.setdefault(number, (place, self._clock()))
         return place
+
+    def forward_op(self) -> int | None:
+        """The forward op whose backward is running now; None where that is not known."""
+        node = torch._C._current_autograd_node()
+        if node is None or hasattr(node, "variable"):
+            return None
+        found = self._place_of_node.get(node._sequence_nr())
+        return None if found is None else found[1]
 
     def _place_of(self, node: Any) -> Place:
         variable = getattr(node, "variable", None)  # only the nodes that accumulate into a leaf have one
         if variable is not None:
             return (self._owner.get(id(variable), ""), 0)
-        return self._place_of_node.get(node._sequence_nr(), _NOWHERE)
+        return self._place_of_node.get(node._sequence_nr(), (_NOWHERE, 0))[0]
 
     def _enter_module(self, module: nn.Module, args: object) -> None:
         path = self._paths.get(id(module), type(module).__name__)
-        self._stack.append((path, self._calls[path]))
+        self._stack.append(((path, self._calls[path]), self._clock()))
         self._calls[path] += 1
 
     def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
-        self._stack.pop()
+        (path, call), first = self._stack.pop()
+        if self.phase() is Phase.FORWARD:
+            self.calls.append(Call(path, call, first, self._clock()))
 
     def _enter_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:
         self._optimizing += 1

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtide.errors import BadRequest
+from lowtide.graph import Call
 from lowtide.units import format_bytes
 
 Ints = npt.NDArray[np.int64]
@@ -45,25 +46,17 @@ class Kind(StrEnum):
     MIXED = "mixed"  # both
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """Where in the model a tensor of the chain is: when the call of a module begins or ends.
-
-    `call` counts the calls of that module within one call of the model.
-    """
-
-    module: str
-    call: int
-    ends: bool
-
-
 @dataclass(frozen=True)
 class Chain:
     """Layers in a row. Lists about tensors have n + 1 entries, lists about layers n; layer k is at k − 1.
 
     `base_bytes` are there all the time: parameters, buffers, the batch. Sizes are as the device's
-    allocator rounds them. `kinds` and `boundaries` are empty where the chain does not come from a model;
-    `fingerprint` tells models and batches apart.
+    allocator rounds them.
+
+    Where the chain comes from a model: `kinds` of layers; `places`, the forward op before which tensor k
+    is cut, and `calls` of modules, by which a plan finds its way into the model; `timed`, whether the
+    seconds were measured; `changed_buffers`, those that the forward changes; `inputs`, the tensors the
+    model was called with, and `fingerprint`, which tells models apart.
 
     Raises:
         BadRequest: sizes that cannot be: negative, of unequal lengths, or a layer that needs less than
@@ -84,7 +77,11 @@ class Chain:
     name: str = "chain"
     names: tuple[str, ...] = ()
     kinds: tuple[Kind, ...] = field(default=(), repr=False)
-    boundaries: tuple[Boundary, ...] = field(default=(), repr=False)
+    places: tuple[int, ...] = field(default=(), repr=False)
+    calls: tuple[Call, ...] = field(default=(), repr=False)
+    timed: bool = True
+    changed_buffers: tuple[str, ...] = field(default=(), repr=False)
+    inputs: tuple[str, ...] = ()
     fingerprint: str = field(default="", repr=False)
 
     @classmethod

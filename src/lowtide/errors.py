@@ -11,6 +11,7 @@
     ├── BadFile               a file is damaged, cut off, foreign or of another schema
     ├── CannotCapture         the model cannot be captured; names the user's line
     ├── CannotTrace           the dry run cannot follow the step; names the user's line
+    ├── CannotApply           a plan does not fit the model, or the model cannot be recomputed
     └── MissingExtra          an optional dependency is needed; says what to install
 
 The command line turns each of these into one message and exit code 2. Anything else is a bug and
@@ -107,6 +108,10 @@ class CannotCapture(LowtideError):
 
 class CannotTrace(LowtideError):
     """The dry run cannot follow the step."""
+
+
+class CannotApply(LowtideError):
+    """A plan was made for another model or batch, or a part of the model cannot be run twice."""
 
 
 class MissingExtra(LowtideError):

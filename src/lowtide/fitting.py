@@ -179,14 +179,17 @@ def fit(
         CannotTrace: the dry run cannot follow the step.
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
-    updates = None if optimizer is None else build_optimizer(optimizer, model, device)
-    step = training_step(model, example, loss, updates)
-    with _blaming_the_users_code():
-        trace = dry_run(
-            step, model=model, optimizer=updates, device=device, warmup=0 if updates is None else 1, name=name
-        )
+    trace = trace_training(
+        model,
+        example,
+        loss,
+        optimizer=optimizer,
+        device=device,
+        profile=profile,
+        name=name,
+        progress=progress,
+    )
     here = _is_here(trace.graph.device)
-    trace = _with_costs(trace, here, progress) if profile else trace
     return Fit(
         model=name or type(model).__name__,
         trace=trace,
@@ -197,6 +200,27 @@ def fit(
         reserved_bytes=_reserved(trace),
         context_bytes=CONTEXT_BYTES if trace.graph.device.startswith("cuda") else None,
     )
+
+
+def trace_training(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None = None,
+    *,
+    optimizer: str | None = None,
+    device: str | torch.device | None = None,
+    profile: bool = True,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Trace:
+    """A dry run of the step that `fit` describes, with the costs of its ops if `profile`."""
+    updates = None if optimizer is None else build_optimizer(optimizer, model, device)
+    step = training_step(model, example, loss, updates)
+    with _blaming_the_users_code():
+        trace = dry_run(
+            step, model=model, optimizer=updates, device=device, warmup=0 if updates is None else 1, name=name
+        )
+    return _with_costs(trace, progress) if profile else trace
 
 
 @contextmanager
@@ -221,8 +245,8 @@ def _is_lowtides_bug(error: Exception) -> bool:
 # Costs -----------------------------------------------------------------------------------------------
 
 
-def _with_costs(trace: Trace, here: bool, progress: Progress | None) -> Trace:
-    if here:
+def _with_costs(trace: Trace, progress: Progress | None) -> Trace:
+    if _is_here(trace.graph.device):
         return run_each_op(trace, progress=progress)
     return replace(trace, graph=price(trace.graph))
 

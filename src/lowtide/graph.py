@@ -126,6 +126,16 @@ class Op:
         return f"{self.module}: {short}" if self.module else short
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a module: the ops from `first` up to, not including, `stop` ran in it."""
+
+    module: str
+    call: int  # the how-maniest call of that module in the step
+    first: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Graph:
     """A training step on one device: ops in the order in which they first ran.

@@ -7,8 +7,10 @@ from enum import StrEnum
 from functools import cached_property
 
 from lowtide.chain import Chain
+from lowtide.graph import Graph
 from lowtide.plans import Plan
-from lowtide.simulation import Timeline
+from lowtide.schedule import Schedule
+from lowtide.simulation import Timeline, simulate
 from lowtide.unrolling import replay
 
 
@@ -31,6 +33,15 @@ class Answer:
     plan: Plan
     status: Status
     peak_bytes: int | None = None
+    objective_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphAnswer:
+    """What a method hands to the referee for a graph: the forward's values to keep, and what it minimised."""
+
+    kept: frozenset[int]
+    status: Status
     objective_bytes: int | None = None
 
 
@@ -80,3 +91,30 @@ class Solution:
     def timeline(self) -> Timeline:
         """The replay, moment by moment."""
         return replay(self.chain, self.plan)
+
+
+@dataclass(frozen=True)
+class GraphSolution:
+    """A schedule for a graph that the referee has replayed.
+
+    `kept` are the values of the forward that are not recomputed. `peak_bytes` is what the replay counted;
+    `lower_bound_bytes` is what any schedule of these ops holds at some moment, because an op needs all
+    that it reads and creates at once. `extra_seconds` is the time of the ops that run again, zero if the
+    graph was not profiled.
+    """
+
+    graph: Graph
+    method: str
+    kept: frozenset[int]
+    schedule: Schedule
+    status: Status
+    peak_bytes: int
+    lower_bound_bytes: int
+    extra_seconds: float
+    planning_seconds: float
+    objective_bytes: int | None = None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The replay, moment by moment."""
+        return simulate(self.graph, self.schedule)

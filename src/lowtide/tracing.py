@@ -8,9 +8,9 @@ checkpointing, autocast, optimizer. A dispatch mode writes down the ops; weak re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from lowtide.attribution import Attribution
 from lowtide.building import GraphBuilder
 from lowtide.errors import BadRequest, CannotTrace
 from lowtide.faking import Resident, Twins, faked, stage, unnoticed_by_transformers
-from lowtide.graph import Graph, Op, Origin, Phase, Role
+from lowtide.graph import Call, Graph, Op, Origin, Phase, Role
 from lowtide.recording import Recorder, Spot
 from lowtide.rules import cuda_rules
 from lowtide.schedule import Compute, Free, Schedule, Step
@@ -33,10 +33,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Trace:
-    """What a training step does, op by op, and when each of its storages is given back."""
+    """What a training step does, op by op, and when each of its storages is given back.
+
+    `calls` are the calls of modules in the forward, in the order in which they ended; `forward_ops` tells
+    for an op of the backward which op of the forward it belongs to, where that is known.
+    """
 
     graph: Graph
     schedule: Schedule
+    calls: tuple[Call, ...] = ()
+    forward_ops: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -86,8 +92,8 @@ def dry_run(
         raise BadRequest("dry_run needs at least one model")
     builder, twins = stage(models, device, name or type(models[0]).__name__, Origin.EAGER)
     builder.notes.update(dict.fromkeys(_unfollowed(models)))
-    follow = Attribution(models)
-    recorder = _StepRecorder(builder, twins, follow)
+    recorder = _StepRecorder(builder, twins, models)
+    follow = recorder.follow
     with ExitStack() as stack:
         stack.enter_context(faked(twins, models, optimizer, _stateful_things_used_by(step)))
         stack.enter_context(twins.mode)
@@ -108,10 +114,11 @@ def dry_run(
 class _StepRecorder(Recorder):
     """Writes down one step among several, with the order of computes and frees."""
 
-    def __init__(self, builder: GraphBuilder, twins: Twins, follow: Attribution) -> None:
+    def __init__(self, builder: GraphBuilder, twins: Twins, models: Sequence[nn.Module]) -> None:
         super().__init__(builder, twins)
-        self.follow = follow
+        self.follow = Attribution(models, lambda: len(self.builder.ops))
         self.steps: list[Step] = []
+        self.forward_ops: dict[int, int] = {}
         self._recording = False
         self._parameters: list[Resident] = []
 
@@ -130,6 +137,8 @@ class _StepRecorder(Recorder):
         self._mark_gradients()
         self._mark_optimizer_state(optimizer)
         self.steps.clear()
+        self.forward_ops.clear()
+        self.follow.begin()
         self._recording = True
 
     def end(self, optimizer: torch.optim.Optimizer | None) -> Trace:
@@ -137,7 +146,8 @@ class _StepRecorder(Recorder):
         self._recording = False
         self._mark_optimizer_state(optimizer)
         outputs = [value for _, value in self.alive()]
-        return Trace(self.builder.finish(outputs), Schedule(tuple(self.steps)))
+        graph, schedule = self.builder.finish(outputs), Schedule(tuple(self.steps))
+        return Trace(graph, schedule, tuple(self.follow.calls), dict(self.forward_ops))
 
     # Ops ----------------------------------------------------------------------------------------------
 
@@ -147,6 +157,8 @@ class _StepRecorder(Recorder):
 
     def recorded(self, op: Op, spot: Spot) -> None:
         self.steps.append(Compute(op.id))
+        if spot.phase is Phase.BACKWARD and (source := self.follow.forward_op()) is not None:
+            self.forward_ops[op.id] = source
 
     def died(self, value: int) -> None:
         if self._recording:

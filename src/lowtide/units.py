@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from lowtide.errors import BadRequest
@@ -34,6 +35,23 @@ def parse_bytes(text: str | int) -> int:
     if count <= 0:
         raise BadRequest(f"a size of '{text}' leaves room for nothing. {_HOW}.")
     return count
+
+
+def parse_budget(text: str | int, plain_bytes: int) -> int:
+    """The bytes that a budget means: a size, or a part of what is needed without a plan ('60%').
+
+    Raises:
+        BadRequest: it is neither.
+    """
+    if not isinstance(text, str) or not text.strip().endswith("%"):
+        return parse_bytes(text)
+    try:
+        part = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        part = math.nan
+    if not 0 < part < math.inf:
+        raise BadRequest(f"cannot read '{text:.60}' as a part of the plain peak. Write 60% or 8GiB.")
+    return int(part * plain_bytes)
 
 
 def format_bytes(count: int) -> str:

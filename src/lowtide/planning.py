@@ -1,0 +1,171 @@
+"""From a model and a batch to a plan that has been tried out: trace, cut, solve, apply, trace again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from lowtide.chain import Chain
+from lowtide.cutting import Granularity, Step, chain_of
+from lowtide.errors import CannotApply, InfeasibleBudget
+from lowtide.fitting import Progress, trace_training
+from lowtide.graph import Phase
+from lowtide.segments import apply, described_inputs, fingerprint, set_aside
+from lowtide.solution import Confirmation, Solution
+from lowtide.solvers import solve
+from lowtide.solvers.method import Method
+from lowtide.tracing import Trace
+from lowtide.training import Example, Loss, arguments
+from lowtide.units import parse_budget
+
+_TRIES = 6
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A model, a batch and a step over them: everything that plans for it are made and tried with.
+
+    The plain step is traced once, whatever is asked afterwards.
+    """
+
+    model: nn.Module
+    example: Example
+    loss: Loss | None = None
+    optimizer: str | None = None
+    device: str | torch.device | None = None
+    profile: bool = True
+    name: str | None = None
+    progress: Progress | None = None
+
+    @cached_property
+    def plain(self) -> Trace:
+        """The step as it is without a plan."""
+        with set_aside(self.model):
+            return self._trace()
+
+    def chain(
+        self, granularity: str | Granularity = Granularity.LAYER, modules: Collection[str] | None = None
+    ) -> Chain:
+        """The chain view of the plain step."""
+        trace = self.plain
+        step = Step(trace.graph, trace.schedule, trace.calls, trace.forward_ops)
+        args, kwargs = arguments(self.example)
+        return replace(
+            chain_of(step, Granularity(granularity), modules),
+            inputs=described_inputs(args, kwargs),
+            fingerprint=fingerprint(self.model),
+        )
+
+    def confirmed(self, solution: Solution) -> Solution:
+        """`solution` with its confirmation."""
+        return replace(solution, confirmation=self.confirm(solution))
+
+    def confirm(self, solution: Solution) -> Confirmation:
+        """What a dry run of the model under `solution`'s plan shows.
+
+        Raises:
+            CannotApply: the model cannot be recomputed as planned.
+        """
+        with set_aside(self.model):
+            apply(self.model, solution)
+            try:
+                trace = self._trace()
+            except CheckpointError as error:
+                raise CannotApply(
+                    f"running a part of the model again does not save what it saved before: {error}\n"
+                    "Something in its forward depends on more than its inputs, such as a cache that it fills "
+                    "(use_cache=False) or a custom autograd function called outside of any module."
+                ) from error
+        recomputed = [op for op in trace.graph.ops if op.phase is Phase.RECOMPUTE]
+        _refuse_changes_made_twice(trace)
+        return Confirmation(
+            peak_bytes=trace.peak_bytes,
+            recomputed_ops=len(recomputed),
+            extra_seconds=sum(op.seconds for op in recomputed),
+            plain_peak_bytes=self.plain.peak_bytes,
+            plain_seconds=sum(op.seconds for op in self.plain.graph.ops),
+        )
+
+    def solve(self, chain: Chain, method: str | Method, budget: str | int | None = None) -> Solution:
+        """A plan within the budget, tried out: the dry run of the model under it stays within it too.
+
+        Raises:
+            InfeasibleBudget: no plan of this method fits.
+        """
+        if budget is None:
+            return self.confirmed(solve(chain, method))
+        wanted = parse_budget(budget, self.plain.peak_bytes)
+        aim, reached = wanted, 0
+        for _ in range(_TRIES):
+            solution = solve(chain, method, aim)
+            confirmation = self.confirm(solution)
+            if confirmation.peak_bytes <= wanted:
+                return replace(solution, budget_bytes=wanted, confirmation=confirmation)
+            reached = confirmation.peak_bytes
+            aim -= reached - wanted
+        raise InfeasibleBudget(
+            solution.method, wanted, reached, "parts of the step that are not in the chain"
+        )
+
+    def _trace(self) -> Trace:
+        return trace_training(
+            self.model,
+            self.example,
+            self.loss,
+            optimizer=self.optimizer,
+            device=self.device,
+            profile=self.profile,
+            name=self.name,
+            progress=self.progress,
+        )
+
+
+def plan(
+    model: nn.Module,
+    example: Example,
+    *,
+    budget: str | int | None = None,
+    method: str | Method = "hong-linear",
+    loss: Loss | None = None,
+    optimizer: str | None = None,
+    granularity: str | Granularity = Granularity.LAYER,
+    modules: Collection[str] | None = None,
+    device: str | torch.device | None = None,
+    profile: bool = True,
+    name: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Solution:
+    """Plan which layers of `model` to recompute when it trains on a batch like `example`.
+
+    The model is cut into a chain (`granularity` "fine", "layer" or "block", or around the `modules`
+    named), `method` chooses, and the plan is tried out: `solution.confirmation.peak_bytes` is the peak
+    of a dry run of the whole step with the plan applied. With a `budget`, in bytes or as a part of the
+    plain peak ("60%"), that peak is within it. Without one the method minimises what it minimises.
+
+    `example`, `loss`, `optimizer`, `device` and `profile` are as in `lowtide.fit`. The model is left as
+    it was, a plan that it has included; `lowtide.apply(model, solution)` puts the new one to work.
+
+    Raises:
+        InfeasibleBudget: no plan of this method fits.
+        CannotApply: a part of the model cannot be run twice.
+        BadRequest: the model cannot be cut, or an argument makes no sense.
+        CannotTrace: the dry run cannot follow the step.
+    """
+    rehearsal = Rehearsal(model, example, loss, optimizer, device, profile, name, progress)
+    return rehearsal.solve(rehearsal.chain(granularity, modules), method, budget)
+
+
+def _refuse_changes_made_twice(trace: Trace) -> None:
+    resident = set(trace.graph.resident)
+    for op in trace.graph.ops:
+        changed = resident.intersection(op.mutates) if op.phase is Phase.RECOMPUTE else ()
+        for value in changed:
+            raise CannotApply(
+                f"recomputing {op.label} would change {trace.graph.values[value].name} a second time. "
+                "Move that change into a module of its own, so that it can be done once."
+            )

@@ -1,0 +1,400 @@
+"""A chain plan at work in eager PyTorch: segments of the user's own modules, checkpointed.
+
+Hooks on the modules at which segments begin and end open and close PyTorch's own non-reentrant
+checkpoints around whatever the user's code does between. What it does is written down on a tape (see
+`taping`), for that is what has to be run again. The model keeps its class, its parameters and the keys
+of its `state_dict`; where gradients are off, nothing happens at all.
+
+PyTorch restores random streams and autocast when it recomputes. Two things are added here: buffers that
+the forward changes, such as the running statistics of BatchNorm, are changed by the first run alone, and
+a forward that fails closes what it had opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode
+from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+from torch.utils.hooks import RemovableHandle
+
+from lowtide.errors import BadRequest, CannotApply
+from lowtide.placing import Edge, Placement, Unit, place
+from lowtide.solution import Solution
+from lowtide.taping import Listening, Made, Slots, Tape, replay_tape
+
+Model = TypeVar("Model", bound=nn.Module)
+Buffer = tuple[nn.Module, str]
+ON_NEW_INPUTS = ("warn", "error", "ignore")
+
+_ROOT: Unit = ("", 0)
+_ATTRIBUTE = "_lowtide_segments"
+
+
+def apply(model: Model, solution: Solution, *, on_new_inputs: str = "warn") -> Model:
+    """Make `model` recompute as `solution` plans, in place, and return it.
+
+    Class, parameters and `state_dict` keys stay; gradients are those of plain training, bit for bit
+    where PyTorch is deterministic; random streams and running statistics advance once a step. A plan that
+    was applied before is replaced, and `remove` takes it off. Wrap the model (DDP) after applying.
+
+    The plan holds for inputs of the planned shapes. With others gradients are still right, but the peak is
+    not the promised one: `on_new_inputs` says whether to "warn" once, raise an "error" or "ignore" it.
+
+    Raises:
+        CannotApply: the plan was made for a model with other parameters.
+        BadRequest: the plan's chain was made from sizes alone.
+    """
+    if on_new_inputs not in ON_NEW_INPUTS:
+        raise BadRequest(f"on_new_inputs is {on_new_inputs!r}; it is one of {', '.join(ON_NEW_INPUTS)}.")
+    placement = place(solution.chain, solution.plan)
+    if solution.chain.fingerprint != fingerprint(model):
+        raise CannotApply(
+            f"the plan was made for another model than this {type(model).__name__}: their parameters or "
+            "buffers differ in name, shape or type. Plan this model."
+        )
+    remove(model)
+    runner = _Runner(placement, solution.chain.changed_buffers, solution.chain.inputs, on_new_inputs)
+    runner.attach(model)
+    setattr(model, _ATTRIBUTE, runner)
+    return model
+
+
+def remove(model: nn.Module) -> None:
+    """Take a plan off `model`, if it has one."""
+    runner = model.__dict__.pop(_ATTRIBUTE, None)
+    if isinstance(runner, _Runner):
+        runner.detach()
+
+
+@contextmanager
+def set_aside(model: nn.Module) -> Iterator[None]:
+    """The plain model while the block runs; afterwards with the plan that it had before, if any."""
+    runner = model.__dict__.pop(_ATTRIBUTE, None)
+    if isinstance(runner, _Runner):
+        runner.detach()
+    try:
+        yield
+    finally:
+        remove(model)
+        if isinstance(runner, _Runner):
+            runner.attach(model)
+            setattr(model, _ATTRIBUTE, runner)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Tells models apart: their parameters and buffers by name, shape and type."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def described_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tensors among a model's arguments: 'float32[2, 3, 224, 224]'."""
+    leaves = tree_flatten((args, dict(kwargs)))[0]
+    return tuple(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+class _Runner:
+    """The hooks of one applied plan. Holds no module and no tensor between steps."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        changed_buffers: Sequence[str],
+        inputs: tuple[str, ...],
+        on_new_inputs: str,
+    ) -> None:
+        self.placement = placement
+        self.changed_buffers = frozenset(changed_buffers)
+        self.inputs = inputs
+        self.on_new_inputs = on_new_inputs
+        self.handles: list[RemovableHandle] = []
+        self.buffers: dict[nn.Module, tuple[Buffer, ...]] = {}  # that change in the call of a unit
+        self.local = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, local=threading.local())
+
+    # Hooks ----------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        edges = {*self.placement.opens, *self.placement.closes}
+        involved = {path for path, _ in self.placement.units} | {edge.unit[0] for edge in edges}
+        for path in sorted(involved - {""}):
+            if path not in modules:
+                raise CannotApply(f"the plan speaks of a module '{path}', which the model does not have.")
+            self._hook(modules[path], partial(self._enter, path), partial(self._leave, path))
+        self._hook(model, self._begin, self._end)
+        changed = [name.rpartition(".") for name in sorted(self.changed_buffers)]
+        for path in {path for path, _ in self.placement.units}:
+            inside = [(owner, name) for owner, _, name in changed if f"{owner}.".startswith(f"{path}.")]
+            self.buffers[modules[path]] = tuple((modules[owner], name) for owner, name in inside)
+
+    def _hook(self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
+        self.handles += [
+            module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stale = self._passing()
+        if stale is not None:  # an interrupt ended it, and no hook heard of it
+            stale.abandon()
+        self.local.passing = None
+        if not torch.is_grad_enabled() or self._is_replaying():
+            return
+        self._check_inputs(model, args, kwargs)
+        passing = _Pass(self)
+        self.local.passing = passing
+        passing.cross(Edge(_ROOT, ends=False), (args, kwargs))
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        passing = self._passing()
+        if passing is None or self._is_replaying():
+            return
+        self.local.passing = None
+        if _has_failed(output):
+            passing.abandon()
+        else:
+            passing.cross(Edge(_ROOT, ends=True), output)
+            passing.finish()
+
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        passing = self._passing()
+        if passing is not None and not self._is_replaying():
+            passing.enter(path, module, args, kwargs)
+
+    def _leave(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        passing = self._passing()
+        if passing is not None and not self._is_replaying() and not _has_failed(output):
+            passing.leave(path, module, output)
+
+    def _passing(self) -> _Pass | None:
+        found: _Pass | None = getattr(self.local, "passing", None)
+        return found
+
+    def _is_replaying(self) -> bool:
+        return bool(getattr(self.local, "replaying", 0))
+
+    def _check_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.on_new_inputs == "ignore" or not model.training:
+            return
+        given = described_inputs(args, kwargs)
+        if not self.inputs or given == self.inputs:
+            return
+        message = (
+            f"{type(model).__name__} was planned for inputs {', '.join(self.inputs)} and is given "
+            f"{', '.join(given)}: gradients are right, but the peak is not the promised one. "
+            "Plan for these inputs"
+        )
+        if self.on_new_inputs == "error":
+            raise CannotApply(f'{message}, or apply with on_new_inputs="warn".')
+        self.on_new_inputs = "ignore"
+        warnings.warn(f"{message}.", stacklevel=4)
+
+    # Segments -------------------------------------------------------------------------------------------
+
+    def opened(self, tape: Tape, tensors: Sequence[torch.Tensor]) -> Generator[None, None, None]:
+        """PyTorch's checkpoint around what happens from now on, to be recomputed from `tape`."""
+        generator: Generator[None, None, None] = _checkpoint_without_reentrant_generator(
+            partial(self._recompute, tape),
+            True,  # random streams are those of the first run
+            noop_context_fn,
+            "default",
+            False,
+            True,  # stop once everything that was saved is there again
+            *tensors,
+        )
+        next(generator)
+        return generator
+
+    def _recompute(self, tape: Tape, *tensors: torch.Tensor) -> None:
+        self.local.replaying = getattr(self.local, "replaying", 0) + 1
+        try:
+            replay_tape(tape, tensors, self._recompute_nested)
+        finally:
+            self.local.replaying -= 1
+
+    def _recompute_nested(self, tape: Tape, tensors: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
+        generator = self.opened(tape, tensors)
+        try:
+            run()
+        except BaseException:
+            generator.close()
+            raise
+        close(generator)
+
+    # Buffers --------------------------------------------------------------------------------------------
+
+    def before(self, module: nn.Module) -> dict[Buffer, torch.Tensor]:
+        """Copies of the buffers that running `module` again must see as they are now.
+
+        Running statistics are not among them: in training they are written, not read.
+        """
+        return {
+            (owner, name): owner._buffers[name].clone()  # type: ignore[union-attr]
+            for owner, name in self.buffers.get(module, ())
+            if not isinstance(owner, nn.modules.batchnorm._NormBase)
+        }
+
+    def again(self, module: nn.Module, before: Mapping[Buffer, torch.Tensor]) -> Callable[..., Any]:
+        """What to call to run `module` again without changing its buffers again."""
+        changed = self.buffers.get(module, ())
+        return partial(_with_copies, module, changed, before) if changed else module
+
+
+def _with_copies(
+    module: nn.Module,
+    changed: Sequence[Buffer],
+    before: Mapping[Buffer, torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call `module` with copies in place of the buffers that it changes."""
+    real = [owner._buffers[name] for owner, name in changed]
+    try:
+        for (owner, name), buffer in zip(changed, real, strict=True):
+            if buffer is not None:
+                owner._buffers[name] = before.get((owner, name), buffer).clone()
+        return module(*args, **kwargs)
+    finally:
+        for (owner, name), buffer in zip(changed, real, strict=True):
+            owner._buffers[name] = buffer
+
+
+_Pending: TypeAlias = tuple[tuple[Any, Any], dict[Buffer, torch.Tensor]]  # a call's arguments and buffers
+
+
+class _Pass:
+    """One call of the model: the segments that are open, and where on their tapes we are."""
+
+    def __init__(self, runner: _Runner) -> None:
+        self.runner = runner
+        self.placement = runner.placement
+        self.calls: Counter[str] = Counter()
+        self.slots = Slots()
+        self.open: list[tuple[Tape, Generator[None, None, None]]] = []
+        self.listening = Listening(self.slots, lambda: self.open[-1][0])
+        self.is_listening = False
+        self.unit: Unit | None = None  # the unit whose call is running
+        self.pending: _Pending | None = None
+        self.depth: list[Unit] = []
+
+    def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The call of a module begins."""
+        call = (path, self.calls[path])
+        self.calls[path] += 1
+        self.depth.append(call)
+        if self.unit is not None:
+            return
+        self.cross(Edge(call, ends=False), (args, kwargs))
+        if call in self.placement.units:
+            self.unit = call
+            self._listen(False)
+            if self.open:
+                self.pending = (self.slots.written((args, kwargs)), self.runner.before(module))
+
+    def leave(self, path: str, module: nn.Module, output: Any) -> None:
+        """The call of a module has ended."""
+        call = self.depth.pop()
+        if self.unit is not None and self.unit != call:
+            return
+        if self.unit == call:
+            self.unit = None
+            if self.pending is not None:
+                (args, kwargs), before = self.pending
+                self.pending = None
+                again = self.runner.again(module, before)
+                self.open[-1][0].entries.append(Made(again, args, kwargs, self.slots.fills(output)))
+            self._listen(bool(self.open))
+        self.cross(Edge(call, ends=True), output)
+
+    def cross(self, edge: Edge, at_hand: Any) -> None:
+        """Close and open the segments that end and begin here. `at_hand` holds the tensor of the cut."""
+        for _ in range(self.placement.closes.get(edge, 0)):
+            if self.open:
+                self._listen(False)
+                close(self.open.pop()[1])
+        for _ in range(self.placement.opens.get(edge, 0)):
+            self._open(at_hand)
+        self._listen(bool(self.open))
+
+    def _open(self, at_hand: Any) -> None:
+        self._listen(False)
+        tensors = [leaf for leaf in tree_flatten(at_hand)[0] if isinstance(leaf, torch.Tensor)]
+        if self.open:
+            tensors = [tensor for tensor in tensors if self.slots.number(tensor) is not None]
+            tape = Tape(
+                tuple(number for tensor in tensors if (number := self.slots.number(tensor)) is not None)
+            )
+            self.open[-1][0].entries.append(tape)
+        else:
+            self.slots.forget()
+            tape = Tape(tuple(map(self.slots.fill, tensors)))
+        self.open.append((tape, self.runner.opened(tape, tensors)))
+
+    def _listen(self, wanted: bool) -> None:
+        if wanted and not self.is_listening:
+            self.listening.__enter__()  # type: ignore[no-untyped-call]
+            self.is_listening = True
+        elif not wanted and self.is_listening:
+            if _get_current_function_mode() is not self.listening:
+                raise CannotApply(
+                    "a torch function mode was switched on in the middle of the model's forward and is still "
+                    "on where a module is called; segments cannot be closed around it. Switch it on outside."
+                )
+            self.listening.__exit__(None, None, None)
+            self.is_listening = False
+
+    def finish(self) -> None:
+        """The model's call is over: nothing stays open, even if the path was another than planned."""
+        self._listen(False)
+        while self.open:
+            close(self.open.pop()[1])
+
+    def abandon(self) -> None:
+        """The forward has failed: undo what was opened, innermost first."""
+        if self.is_listening and _get_current_function_mode() is self.listening:
+            self.listening.__exit__(None, None, None)
+        self.is_listening = False
+        while self.open:
+            self.open.pop()[1].close()
+
+
+def close(generator: Generator[None, None, None]) -> None:
+    """Leave a checkpoint that was entered."""
+    try:
+        next(generator)
+    except StopIteration:
+        return
+    raise AssertionError("a checkpoint was left and is still running")
+
+
+def _has_failed(output: Any) -> bool:
+    """Whether a forward hook that is always called is called because the forward raised."""
+    return output is None and sys.exc_info()[0] is not None

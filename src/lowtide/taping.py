@@ -1,0 +1,165 @@
+"""A stretch of a model's forward, written down so that it can be run again.
+
+What is written down is what the user's code did: calls of its own modules, and between them calls of
+torch functions (a residual sum, `torch.flatten`). Running it again calls the same modules and functions
+in the same order. Tensors that the stretch makes are not held: an entry says where an argument comes
+from, not what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for a tensor that the stretch was given or makes."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One call: a module or a torch function, its arguments, and the slots that its result fills."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    fills: Mapping[int, int]  # position among the result's leaves -> slot
+
+
+@dataclass
+class Tape:
+    """A stretch: what it starts from, and its entries, which may be stretches themselves."""
+
+    given: tuple[int, ...]
+    entries: list[Made | Tape] = field(default_factory=list)
+
+    def reads(self) -> Iterator[int]:
+        """The slots that this stretch needs, its own among them."""
+        yield from self.given
+        for entry in self.entries:
+            yield from _reads(entry)
+
+
+class Slots:
+    """Which tensor fills which slot while a stretch is written down. Holds none of them."""
+
+    def __init__(self) -> None:
+        self._number: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._count = 0
+
+    def fill(self, tensor: torch.Tensor) -> int:
+        """A new slot for `tensor`, which is what it is from now on: an op in place may have changed it."""
+        self._number[tensor] = self._count
+        self._count += 1
+        return self._count - 1
+
+    def forget(self) -> None:
+        """From here on no tensor made so far can be named."""
+        self._number = WeakIdKeyDictionary()
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """The slot of `tensor`, if it was given to the stretch or made by it."""
+        found: int | None = self._number.get(tensor)
+        return found
+
+    def written(self, arguments: Any) -> Any:
+        """`arguments` with slots in place of the tensors that have one."""
+        return tree_map(self._named, arguments)
+
+    def _named(self, leaf: Any) -> Any:
+        number = self.number(leaf) if isinstance(leaf, torch.Tensor) else None
+        return leaf if number is None else Slot(number)
+
+    def fills(self, result: Any) -> dict[int, int]:
+        """Slots for the tensors in `result`."""
+        leaves = tree_flatten(result)[0]
+        return {
+            position: self.fill(leaf)
+            for position, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor)
+        }
+
+
+class Listening(TorchFunctionMode):
+    """Writes down the torch functions that are called while it is on."""
+
+    def __init__(self, slots: Slots, tape: Callable[[], Tape]) -> None:
+        super().__init__()
+        self._slots = slots
+        self._tape = tape
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        written = self._slots.written((args, kwargs))
+        result = func(*args, **kwargs)
+        fills = self._slots.fills(result)
+        if fills or _changes(func):  # a question about a shape need not be asked again
+            self._tape().entries.append(Made(func, written[0], written[1], fills))
+        return result
+
+
+def _changes(func: Any) -> bool:
+    """Whether a function that returns no tensor does something all the same (`x[0] = 1`)."""
+    return getattr(func, "__name__", "") in ("__setitem__", "__set__")
+
+
+Nested: TypeAlias = Callable[["Tape", Sequence[torch.Tensor], Callable[[], None]], None]
+
+
+def replay_tape(tape: Tape, tensors: Sequence[torch.Tensor], nested: Nested) -> None:
+    """Run `tape` from `tensors`. `nested(tape, tensors, run)` decides how a stretch inside is run."""
+    environment = dict(zip(tape.given, tensors, strict=True))
+    _run(tape, environment, nested, frozenset())
+
+
+def _run(
+    tape: Tape,
+    environment: dict[int, torch.Tensor],
+    nested: Nested,
+    needed_after: frozenset[int],
+) -> None:
+    last_use = {slot: position for position, entry in enumerate(tape.entries) for slot in _reads(entry)}
+    for position, entry in enumerate(tape.entries):
+        if isinstance(entry, Tape):
+            later = frozenset(slot for slot, last in last_use.items() if last > position) | needed_after
+            given = [environment[slot] for slot in entry.given]
+            nested(entry, given, partial(_run, entry, environment, nested, later))
+        else:
+            _call(entry, environment)
+        for slot in [slot for slot in environment if last_use.get(slot, -1) <= position]:
+            if slot not in needed_after:
+                del environment[slot]
+
+
+def _call(entry: Made, environment: dict[int, torch.Tensor]) -> None:
+    args, kwargs = tree_map(
+        lambda leaf: environment[leaf.number] if isinstance(leaf, Slot) else leaf, (entry.args, entry.kwargs)
+    )
+    leaves = tree_flatten(entry.call(*args, **kwargs))[0]
+    for position, slot in entry.fills.items():
+        environment[slot] = leaves[position]
+
+
+def _reads(entry: Made | Tape) -> Iterator[int]:
+    if isinstance(entry, Tape):
+        yield from entry.reads()
+        return
+    for leaf in tree_flatten((entry.args, entry.kwargs))[0]:
+        if isinstance(leaf, Slot):
+            yield leaf.number

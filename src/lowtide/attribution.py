@@ -105,7 +105,7 @@ class Attribution:
 
     def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
         (path, call), first = self._stack.pop()
-        if self.phase() is Phase.FORWARD:
+        if self.phase() is Phase.FORWARD and id(module) in self._paths:
             self.calls.append(Call(path, call, first, self._clock()))
 
     def _enter_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:

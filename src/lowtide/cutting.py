@@ -54,7 +54,7 @@ class Granularity(StrEnum):
 
     FINE = "fine"  # at every cut
     LAYER = "layer"  # where a layer with weights or a pooling begins, as the literature counts layers
-    BLOCK = "block"  # around the smallest modules with modules inside, such as residual blocks
+    BLOCK = "block"  # around modules with modules inside, such as residual blocks
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,11 @@ def _layers(step: Step, cuts: _Cuts, usable: list[int]) -> list[int]:
 
 
 def _blocks(step: Step, cuts: _Cuts, usable: list[int]) -> list[int]:
-    """Around the smallest calls that have calls inside and begin and end at a cut."""
+    """Around the smallest calls that have calls inside and begin and end at a cut.
+
+    Numbered ones, elements of a list of modules, come first: what repeats is what people call a block,
+    even if there are smaller modules within it at which one could cut.
+    """
     calls, root = step.inner_calls, step.root
     is_place = {root.first, root.stop, *cuts.carrier}
     candidates = [
@@ -206,9 +210,19 @@ def _blocks(step: Step, cuts: _Cuts, usable: list[int]) -> list[int]:
         for call in calls
         if call.first in is_place and call.stop in is_place and any(_within(other, call) for other in calls)
     ]
-    smallest = [call for call in candidates if not any(_within(other, call) for other in candidates)]
-    carriers = {cuts.carrier[place] for place in _edges(smallest) if place in cuts.carrier}
+    numbered = _innermost([call for call in candidates if call.module.rpartition(".")[2].isdigit()])
+    others = [call for call in candidates if not any(_overlap(call, block) for block in numbered)]
+    blocks = [*numbered, *_innermost(others)]
+    carriers = {cuts.carrier[place] for place in _edges(blocks) if place in cuts.carrier}
     return [place for place in usable if cuts.carrier[place] in carriers]
+
+
+def _innermost(calls: Sequence[Call]) -> list[Call]:
+    return [call for call in calls if not any(_within(other, call) for other in calls)]
+
+
+def _overlap(one: Call, other: Call) -> bool:
+    return one.first < other.stop and other.first < one.stop
 
 
 def _within(inner: Call, outer: Call) -> bool:

@@ -216,11 +216,24 @@ def trace_training(
     """A dry run of the step that `fit` describes, with the costs of its ops if `profile`."""
     updates = None if optimizer is None else build_optimizer(optimizer, model, device)
     step = training_step(model, example, loss, updates)
-    with _blaming_the_users_code():
+    with _empty_gradients(model), _blaming_the_users_code():
         trace = dry_run(
             step, model=model, optimizer=updates, device=device, warmup=0 if updates is None else 1, name=name
         )
     return _with_costs(trace, progress) if profile else trace
+
+
+@contextmanager
+def _empty_gradients(model: nn.Module) -> Iterator[None]:
+    """Without the gradients that an earlier step has left, while the block runs."""
+    left = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in left:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in left:
+            parameter.grad = gradient
 
 
 @contextmanager

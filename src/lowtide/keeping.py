@@ -182,16 +182,14 @@ def _delayed(
 ) -> dict[int, list[int]]:
     """The late writes that have to wait, by the backward op before which they run.
 
-    One waits for the last segment in which an op reads the old contents. What it writes may be made
-    again in another segment, and would then be created while it is held: it waits for that one too.
+    One waits for the last segment in which an op reads the old contents.
     """
     segment_of = {op: number for number, part in enumerate(again) for op in part}
     delayed: dict[int, list[int]] = {}
     for op in sorted(_late_writes(graph)):
         old = {reader for value in graph.ops[op].mutates for reader in graph.readers[value]}
-        if old & segment_of.keys():
-            waits_for = (old | makers(graph, op)) & segment_of.keys()
-            moment = max(wanted_by[segment_of[other]] for other in waits_for)
+        if old_again := old & segment_of.keys():
+            moment = max(wanted_by[segment_of[reader]] for reader in old_again)
             delayed.setdefault(moment, []).append(op)
     return delayed
 

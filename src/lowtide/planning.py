@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from lowtide.chain import Chain
 from lowtide.cutting import Granularity, Step, chain_of
-from lowtide.errors import CannotApply, InfeasibleBudget
+from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.fitting import Progress, trace_training
 from lowtide.graph import Phase
 from lowtide.segments import apply, described_inputs, fingerprint, set_aside
@@ -75,9 +75,12 @@ class Rehearsal:
             apply(self.model, solution)
             try:
                 trace = self._trace()
-            except CheckpointError as error:
+            except BadRequest as error:
+                if not isinstance(error.__cause__, CheckpointError):
+                    raise
                 raise CannotApply(
-                    f"running a part of the model again does not save what it saved before: {error}\n"
+                    "running a part of the model again does not save what it saved before: "
+                    f"{str(error.__cause__).splitlines()[0]}\n"
                     "Something in its forward depends on more than its inputs, such as a cache that it fills "
                     "(use_cache=False) or a custom autograd function called outside of any module."
                 ) from error

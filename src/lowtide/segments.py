@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -287,6 +288,15 @@ def _with_copies(
             owner._buffers[name] = buffer
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A segment that has begun. `hooks` are those that decide what is saved in it: the checkpoint's."""
+
+    tape: Tape
+    generator: Generator[None, None, None]
+    hooks: object
+
+
 _Pending: TypeAlias = tuple[tuple[Any, Any], dict[Buffer, torch.Tensor]]  # a call's arguments and buffers
 
 
@@ -298,8 +308,9 @@ class _Pass:
         self.placement = runner.placement
         self.calls: Counter[str] = Counter()
         self.slots = Slots()
-        self.open: list[tuple[Tape, Generator[None, None, None]]] = []
-        self.listening = Listening(self.slots, lambda: self.open[-1][0])
+        self.open: list[_Open] = []
+        self.listening = Listening(self.slots, lambda: self.open[-1].tape)
+        self.hooks = _saving_hooks()
         self.is_listening = False
         self.unit: Unit | None = None  # the unit whose call is running
         self.pending: _Pending | None = None
@@ -317,6 +328,7 @@ class _Pass:
             self.unit = call
             self._listen(False)
             if self.open:
+                self._check_undisturbed()
                 self.pending = (self.slots.written((args, kwargs)), self.runner.before(module))
 
     def leave(self, path: str, module: nn.Module, output: Any) -> None:
@@ -330,33 +342,45 @@ class _Pass:
                 (args, kwargs), before = self.pending
                 self.pending = None
                 again = self.runner.again(module, before)
-                self.open[-1][0].entries.append(Made(again, args, kwargs, self.slots.fills(output)))
+                self.open[-1].tape.entries.append(Made(again, args, kwargs, self.slots.fills(output)))
             self._listen(bool(self.open))
         self.cross(Edge(call, ends=True), output)
 
     def cross(self, edge: Edge, at_hand: Any) -> None:
         """Close and open the segments that end and begin here. `at_hand` holds the tensor of the cut."""
-        for _ in range(self.placement.closes.get(edge, 0)):
-            if self.open:
-                self._listen(False)
-                close(self.open.pop()[1])
-        for _ in range(self.placement.opens.get(edge, 0)):
+        closing, opening = self.placement.closes.get(edge, 0), self.placement.opens.get(edge, 0)
+        if not closing and not opening:
+            return
+        self._listen(False)
+        self._check_undisturbed()
+        for _ in range(min(closing, len(self.open))):
+            close(self.open.pop().generator)
+        for _ in range(opening):
             self._open(at_hand)
         self._listen(bool(self.open))
 
+    def _check_undisturbed(self) -> None:
+        expected = self.open[-1].hooks if self.open else self.hooks
+        if _saving_hooks() != expected:
+            raise CannotApply(
+                "a segment would begin or end inside a part of the model that already decides what is saved: "
+                "it is checkpointed by itself, or runs under saved_tensors_hooks. Switch that off "
+                "(gradient_checkpointing_disable()), or plan around whole modules that contain it."
+            )
+
     def _open(self, at_hand: Any) -> None:
-        self._listen(False)
         tensors = [leaf for leaf in tree_flatten(at_hand)[0] if isinstance(leaf, torch.Tensor)]
         if self.open:
             tensors = [tensor for tensor in tensors if self.slots.number(tensor) is not None]
             tape = Tape(
                 tuple(number for tensor in tensors if (number := self.slots.number(tensor)) is not None)
             )
-            self.open[-1][0].entries.append(tape)
+            self.open[-1].tape.entries.append(tape)
         else:
             self.slots.forget()
             tape = Tape(tuple(map(self.slots.fill, tensors)))
-        self.open.append((tape, self.runner.opened(tape, tensors)))
+        generator = self.runner.opened(tape, tensors)
+        self.open.append(_Open(tape, generator, _saving_hooks()))
 
     def _listen(self, wanted: bool) -> None:
         if wanted and not self.is_listening:
@@ -375,7 +399,7 @@ class _Pass:
         """The model's call is over: nothing stays open, even if the path was another than planned."""
         self._listen(False)
         while self.open:
-            close(self.open.pop()[1])
+            close(self.open.pop().generator)
 
     def abandon(self) -> None:
         """The forward has failed: undo what was opened, innermost first."""
@@ -383,7 +407,13 @@ class _Pass:
             self.listening.__exit__(None, None, None)
         self.is_listening = False
         while self.open:
-            self.open.pop()[1].close()
+            self.open.pop().generator.close()
+
+
+def _saving_hooks() -> object:
+    """The hooks that a tensor saved now would go through."""
+    found: object = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
 
 
 def close(generator: Generator[None, None, None]) -> None:

@@ -284,6 +284,7 @@ class _Sizes:
             else:
                 self.dies[event.value] = position
         self.backward_start = self.at[step.forward_end]
+        self.backward_end = self.at[max(op.id for op in graph.ops if op.phase is Phase.BACKWARD)] + 1
         self.layer_of_value = self._layers_of_values()
         self.aside = self._held_aside()
         for value in self.aside:  # counted with what is always there
@@ -302,9 +303,11 @@ class _Sizes:
     def _held_aside(self) -> set[int]:
         """Values made by the forward that are held whatever is planned.
 
-        They outlive the step (the loss, the model's output), or go past a cut without being its carrier.
+        They outlive the backward (the loss and the model's output, which the caller holds), or go past a
+        cut without being its carrier.
         """
-        aside = {value for value in self.layer_of_value if value not in self.dies}
+        end = self.backward_end
+        aside = {value for value in self.layer_of_value if self.dies.get(value, end) >= end}
         for value, layer in self.layer_of_value.items():
             if value not in self.cuts.trained and layer < self.n:
                 past = self.cuts.last_use.get(value, -1) >= self.places[layer]
@@ -380,8 +383,7 @@ class _Sizes:
 
         A layer that nothing is propagated through begins where the one before it does.
         """
-        over = self.at[max(op.id for op in self.step.graph.ops if op.phase is Phase.BACKWARD)] + 1
-        starts = [over] * (self.n + 1)
+        starts = [self.backward_end] * (self.n + 1)
         layer = self.n + 1
         for op in self.step.graph.ops[self.step.forward_end :]:
             source = self.step.forward_ops.get(op.id)

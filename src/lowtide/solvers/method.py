@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from lowtide.chain import Chain
-from lowtide.solution import Answer
+from lowtide.graph import Graph
+from lowtide.solution import Answer, GraphAnswer
 
 
 class Method(ABC):
@@ -29,3 +30,11 @@ class Method(ABC):
         Called with a budget only if the method takes one. The budget is on the whole peak, base and
         input included.
         """
+
+
+class GraphMethod(Method):
+    """A method that takes a captured graph as well as a chain."""
+
+    @abstractmethod
+    def choose_kept(self, graph: Graph) -> GraphAnswer:
+        """Which values of the forward to keep; `keep_only` makes the schedule."""

@@ -6,18 +6,41 @@ import math
 import time
 from collections.abc import Mapping
 from functools import cache
+from typing import overload
 
 from lowtide.chain import Chain
 from lowtide.errors import BadRequest, InfeasibleBudget, LowtideError, UnknownMethod
+from lowtide.graph import Graph, Op, Origin
+from lowtide.keeping import keep_only
 from lowtide.plans import Plan
-from lowtide.simulation import Timeline
-from lowtide.solution import Solution
-from lowtide.solvers.baselines import KeepAll
-from lowtide.solvers.method import Method
+from lowtide.schedule import Compute
+from lowtide.simulation import Timeline, allocator_of, simulate
+from lowtide.solution import GraphSolution, Solution
+from lowtide.solvers.baselines import EveryK, KeepAll
+from lowtide.solvers.chen import ChenGreedy, ChenRecursive, ChenSqrt
+from lowtide.solvers.exhaustive import Exhaustive
+from lowtide.solvers.feng_huang import FengHuang
+from lowtide.solvers.hong import HongCubic, HongLinear, HongQuadratic
+from lowtide.solvers.method import GraphMethod, Method
+from lowtide.solvers.rotor import Rotor
+from lowtide.solvers.selective import Selective
 from lowtide.units import parse_bytes
 from lowtide.unrolling import replay
 
-_METHODS: tuple[type[Method], ...] = (KeepAll,)
+_METHODS: tuple[type[Method], ...] = (
+    KeepAll,
+    EveryK,
+    Selective,
+    ChenSqrt,
+    ChenGreedy,
+    ChenRecursive,
+    FengHuang,
+    HongLinear,
+    HongQuadratic,
+    HongCubic,
+    Rotor,
+    Exhaustive,
+)
 
 
 @cache
@@ -30,8 +53,20 @@ class SolverMistake(LowtideError):
     """A method claimed what the referee does not find. A bug in lowtide: please report it."""
 
 
-def solve(chain: Chain, method: str | Method = "hong-linear", budget: str | int | None = None) -> Solution:
-    """Choose what to recompute in `chain`; the plan has been replayed by the referee.
+@overload
+def solve(
+    problem: Chain, method: str | Method = "hong-linear", budget: str | int | None = None
+) -> Solution: ...
+
+
+@overload
+def solve(problem: Graph, method: str | Method) -> GraphSolution: ...
+
+
+def solve(
+    problem: Chain | Graph, method: str | Method = "hong-linear", budget: str | int | None = None
+) -> Solution | GraphSolution:
+    """Choose what to recompute in a chain; the plan has been replayed by the referee.
 
     Without a budget the method minimises what it minimises, most often the peak; where several plans
     reach the same, the one that recomputes least is returned. With a budget, in bytes or as a part of
@@ -39,12 +74,21 @@ def solve(chain: Chain, method: str | Method = "hong-linear", budget: str | int 
 
     `method` is a name or, to set its options, a method: `solve(chain, EveryK(k=3))`.
 
+    Some methods take a captured graph in place of a chain, and no budget. The solution then has a
+    schedule, replayed too.
+
     Raises:
         UnknownMethod: there is no method of that name.
         InfeasibleBudget: no plan of this method fits.
-        BadRequest: the method takes no budget, or needs to know more than the chain tells.
+        BadRequest: the method takes no budget, or no graph, or needs to know more than the chain tells.
     """
     chosen = _method(method)
+    if isinstance(problem, Graph):
+        return _solve_graph(problem, chosen, budget)
+    return _solve_chain(problem, chosen, budget)
+
+
+def _solve_chain(chain: Chain, chosen: Method, budget: str | int | None) -> Solution:
     budget_bytes = None if budget is None else _budget(chain, chosen, budget)
     started = time.perf_counter()
     answer = chosen.choose(chain, budget_bytes)
@@ -74,6 +118,54 @@ def solve(chain: Chain, method: str | Method = "hong-linear", budget: str | int 
         budget_bytes=budget_bytes,
         objective_bytes=answer.objective_bytes,
     )
+
+
+def _solve_graph(graph: Graph, chosen: Method, budget: str | int | None) -> GraphSolution:
+    if not isinstance(chosen, GraphMethod):
+        able = [name for name, other in methods().items() if issubclass(other, GraphMethod)]
+        raise BadRequest(
+            f"{chosen.name} takes a chain, and {graph.name} is a graph. "
+            f"These take a graph: {', '.join(able)}."
+        )
+    if graph.origin is not Origin.JOINT:
+        raise BadRequest(
+            f"{graph.name} is an {graph.origin} graph: it says what a step did, and its ops cannot be "
+            "rearranged. Capture the model (`lowtide.capture`) and solve that graph, or build a chain."
+        )
+    if budget is not None:
+        raise BadRequest(
+            f"{chosen.name} takes no budget on a graph: it minimises {chosen.minimises}. "
+            "Leave the budget out, or build a chain and choose a method that takes one."
+        )
+    started = time.perf_counter()
+    answer = chosen.choose_kept(graph)
+    planning_seconds = time.perf_counter() - started
+    schedule = keep_only(graph, answer.kept)
+    computed = sum(graph.ops[step.op].seconds for step in schedule if isinstance(step, Compute))
+    return GraphSolution(
+        graph=graph,
+        method=chosen.name,
+        kept=answer.kept,
+        schedule=schedule,
+        status=answer.status,
+        peak_bytes=simulate(graph, schedule).peak_bytes,
+        lower_bound_bytes=_largest_working_set(graph),
+        extra_seconds=computed - sum(op.seconds for op in graph.ops),
+        planning_seconds=planning_seconds,
+        objective_bytes=answer.objective_bytes,
+    )
+
+
+def _largest_working_set(graph: Graph) -> int:
+    """What is resident, and what the op that needs most needs beside it."""
+    held = allocator_of(graph.device).held
+
+    def needed(op: Op) -> int:
+        touched = {*op.reads, *op.mutates, *op.creates} - set(graph.resident)
+        return op.workspace_bytes + sum(held(graph.counted_bytes(value)) for value in touched)
+
+    resident_bytes = sum(held(graph.counted_bytes(value)) for value in graph.resident)
+    return resident_bytes + max(map(needed, graph.ops), default=0)
 
 
 def _method(method: str | Method) -> Method:

@@ -31,12 +31,14 @@ class Attribution:
     def __init__(self, models: Sequence[nn.Module], clock: Callable[[], int] = int) -> None:
         self.calls: list[Call] = []
         self._clock = clock
+        self._models = models
         self._paths = {id(module): path for model in models for path, module in model.named_modules()}
         self._owner: dict[int, str] = {}
         self._stack: list[tuple[Place, int]] = []  # with the op at which the call began
         self._calls: Counter[str] = Counter()
         self._place_of_node: dict[int, tuple[Place, int]] = {}
         self._optimizing = 0
+        self._hooked: set[int] = set()
 
     def own(self, owners: Mapping[int, str]) -> None:
         """Tell which module owns each parameter, by the id of the tensor."""
@@ -50,10 +52,17 @@ class Attribution:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Listen while the block runs, through PyTorch's global hooks: the model's own are not touched."""
+        """Listen while the block runs, through PyTorch's global hooks.
+
+        Those are called before a module's own. What a module's own hooks do belongs to its call, so where
+        it has some, one more is added to the end of them, for as long as the block runs.
+        """
+        hooked = [module for model in self._models for module in model.modules() if module._forward_hooks]
+        self._hooked = {id(module) for module in hooked}
         handles = [
             register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
+            register_module_forward_hook(self._leave_unless_hooked, always_call=True),
+            *(module.register_forward_hook(self._leave_module, always_call=True) for module in set(hooked)),
             register_optimizer_step_pre_hook(self._enter_optimizer),
             register_optimizer_step_post_hook(self._leave_optimizer),
         ]
@@ -102,6 +111,10 @@ class Attribution:
         path = self._paths.get(id(module), type(module).__name__)
         self._stack.append(((path, self._calls[path]), self._clock()))
         self._calls[path] += 1
+
+    def _leave_unless_hooked(self, module: nn.Module, args: object, output: object) -> None:
+        if id(module) not in self._hooked:
+            self._leave_module(module, args, output)
 
     def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
         (path, call), first = self._stack.pop()

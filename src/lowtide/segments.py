@@ -355,6 +355,7 @@ class _Pass:
         self._check_undisturbed()
         for _ in range(min(closing, len(self.open))):
             close(self.open.pop().generator)
+            self.slots.end()
         for _ in range(opening):
             self._open(at_hand)
         self._listen(bool(self.open))
@@ -370,15 +371,11 @@ class _Pass:
 
     def _open(self, at_hand: Any) -> None:
         tensors = [leaf for leaf in tree_flatten(at_hand)[0] if isinstance(leaf, torch.Tensor)]
-        if self.open:
+        if self.open:  # what the segment around this one cannot give again is held
             tensors = [tensor for tensor in tensors if self.slots.number(tensor) is not None]
-            tape = Tape(
-                tuple(number for tensor in tensors if (number := self.slots.number(tensor)) is not None)
-            )
+        tape = Tape(self.slots.begin(tensors))
+        if self.open:
             self.open[-1].tape.entries.append(tape)
-        else:
-            self.slots.forget()
-            tape = Tape(tuple(map(self.slots.fill, tensors)))
         generator = self.runner.opened(tape, tensors)
         self.open.append(_Open(tape, generator, _saving_hooks()))
 

@@ -51,25 +51,42 @@ class Tape:
 
 
 class Slots:
-    """Which tensor fills which slot while a stretch is written down. Holds none of them."""
+    """Which tensor fills which slot while stretches are written down. Holds none of them.
+
+    A stretch can name what it was given and what it has made itself. Anything else, even if a stretch
+    around it has made it, is held by the entry that uses it: by the nature of a cut that is nothing
+    that training depends on.
+    """
 
     def __init__(self) -> None:
-        self._number: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._scopes: list[WeakIdKeyDictionary] = []
         self._count = 0
 
     def fill(self, tensor: torch.Tensor) -> int:
         """A new slot for `tensor`, which is what it is from now on: an op in place may have changed it."""
-        self._number[tensor] = self._count
+        self._scopes[-1][tensor] = self._count
         self._count += 1
         return self._count - 1
 
-    def forget(self) -> None:
-        """From here on no tensor made so far can be named."""
-        self._number = WeakIdKeyDictionary()
+    def begin(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """A stretch begins that is given `tensors`; their slots."""
+        known = [self.number(tensor) for tensor in tensors]
+        self._scopes.append(WeakIdKeyDictionary())
+        given = []
+        for tensor, number in zip(tensors, known, strict=True):
+            given.append(self.fill(tensor) if number is None else number)
+            self._scopes[-1][tensor] = given[-1]
+        return tuple(given)
+
+    def end(self) -> None:
+        """The innermost stretch is over; the one around it can name what it has made."""
+        made = self._scopes.pop()
+        if self._scopes:
+            self._scopes[-1].update(made)
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """The slot of `tensor`, if it was given to the stretch or made by it."""
-        found: int | None = self._number.get(tensor)
+        """The slot of `tensor`, if it was given to the innermost stretch or made by it."""
+        found: int | None = self._scopes[-1].get(tensor) if self._scopes else None
         return found
 
     def written(self, arguments: Any) -> Any:

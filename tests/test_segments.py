@@ -279,6 +279,7 @@ def test_the_ops_that_are_recomputed_are_those_of_the_plan(name: str) -> None:
         remove(work.model)
         found = Counter(op.target for op in trace.graph.ops if op.phase is Phase.RECOMPUTE)
         del found["aten.clone.default"]  # of BatchNorm's statistics, so that they advance once
+        del found["aten.empty.memory_format"]  # stands for the random states that are put back
         assert found == planned_ops(rehearsal.plain, chain, plan)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from lowtide.chain import Chain
 from lowtide.errors import BadRequest
@@ -36,6 +37,11 @@ class Placement:
     units: frozenset[Unit]
     opens: dict[Edge, int] = field(default_factory=dict)
     closes: dict[Edge, int] = field(default_factory=dict)
+
+    @cached_property
+    def edges(self) -> frozenset[Edge]:
+        """The edges at which something happens."""
+        return frozenset({*self.opens, *self.closes})
 
 
 def place(chain: Chain, plan: Plan) -> Placement:

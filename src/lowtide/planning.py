@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +16,13 @@ from lowtide.cutting import Granularity, Step, chain_of
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.fitting import Progress, trace_training
 from lowtide.graph import Phase
-from lowtide.segments import apply, described_inputs, fingerprint, set_aside
+from lowtide.plans import Plan
+from lowtide.segments import Model, apply, described_inputs, fingerprint, set_aside
 from lowtide.solution import Confirmation, Solution
 from lowtide.solvers import solve
 from lowtide.solvers.method import Method
 from lowtide.tracing import Trace
-from lowtide.training import Example, Loss, arguments
+from lowtide.training import Arguments, Example, Loss, arguments
 from lowtide.units import parse_budget
 
 _TRIES = 6
@@ -30,7 +32,7 @@ _TRIES = 6
 class Rehearsal:
     """A model, a batch and a step over them: everything that plans for it are made and tried with.
 
-    The plain step is traced once, whatever is asked afterwards.
+    The plain step is traced once, and each plan is tried once, whatever is asked afterwards.
     """
 
     model: nn.Module
@@ -41,6 +43,9 @@ class Rehearsal:
     profile: bool = True
     name: str | None = None
     progress: Progress | None = None
+    _tried: dict[tuple[tuple[int, ...], Plan], Confirmation] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def plain(self) -> Trace:
@@ -56,7 +61,7 @@ class Rehearsal:
         step = Step(trace.graph, trace.schedule, trace.calls, trace.forward_ops)
         args, kwargs = arguments(self.example)
         return replace(
-            chain_of(step, Granularity(granularity), modules),
+            chain_of(step, _granularity(granularity), modules),
             inputs=described_inputs(args, kwargs),
             fingerprint=fingerprint(self.model),
         )
@@ -67,6 +72,17 @@ class Rehearsal:
 
     def confirm(self, solution: Solution) -> Confirmation:
         """What a dry run of the model under `solution`'s plan shows.
+
+        Raises:
+            CannotApply: the model cannot be recomputed as planned.
+        """
+        tried = (solution.chain.places, solution.plan)
+        if tried not in self._tried:
+            self._tried[tried] = self._confirmation(self.under(solution))
+        return self._tried[tried]
+
+    def under(self, solution: Solution) -> Trace:
+        """The step as it is under `solution`'s plan.
 
         Raises:
             CannotApply: the model cannot be recomputed as planned.
@@ -84,8 +100,11 @@ class Rehearsal:
                     "Something in its forward depends on more than its inputs, such as a cache that it fills "
                     "(use_cache=False) or a custom autograd function called outside of any module."
                 ) from error
-        recomputed = [op for op in trace.graph.ops if op.phase is Phase.RECOMPUTE]
         _refuse_changes_made_twice(trace)
+        return trace
+
+    def _confirmation(self, trace: Trace) -> Confirmation:
+        recomputed = [op for op in trace.graph.ops if op.phase is Phase.RECOMPUTE]
         return Confirmation(
             peak_bytes=trace.peak_bytes,
             recomputed_ops=len(recomputed),
@@ -103,16 +122,27 @@ class Rehearsal:
         if budget is None:
             return self.confirmed(solve(chain, method))
         wanted = parse_budget(budget, self.plain.peak_bytes)
-        aim, reached = wanted, 0
+        try:
+            solution = solve(chain, method, wanted)
+        except InfeasibleBudget:  # by the chain, which may count a little more than there is
+            solution = solve(chain, method)
+            if self.confirm(solution).peak_bytes > wanted:
+                raise
+        confirmation = self.confirm(solution)
         for _ in range(_TRIES):
-            solution = solve(chain, method, aim)
-            confirmation = self.confirm(solution)
-            if confirmation.peak_bytes <= wanted:
+            excess = confirmation.peak_bytes - wanted
+            if excess <= 0:
                 return replace(solution, budget_bytes=wanted, confirmation=confirmation)
-            reached = confirmation.peak_bytes
-            aim -= reached - wanted
+            try:
+                solution = solve(chain, method, solution.peak_bytes - excess)
+            except InfeasibleBudget:
+                break
+            confirmation = self.confirm(solution)
         raise InfeasibleBudget(
-            solution.method, wanted, reached, "parts of the step that are not in the chain"
+            solution.method,
+            wanted,
+            confirmation.peak_bytes,
+            "the step as a dry run of the applied plan shows it",
         )
 
     def _trace(self) -> Trace:
@@ -161,6 +191,69 @@ def plan(
     """
     rehearsal = Rehearsal(model, example, loss, optimizer, device, profile, name, progress)
     return rehearsal.solve(rehearsal.chain(granularity, modules), method, budget)
+
+
+def optimize(
+    model: Model,
+    example: Example,
+    *,
+    budget: str | int | None = None,
+    method: str | Method = "rotor",
+    loss: Loss | None = None,
+    optimizer: str | None = None,
+    granularity: str | Granularity = Granularity.LAYER,
+    modules: Collection[str] | None = None,
+    device: str | torch.device | None = None,
+    profile: bool = True,
+) -> Model:
+    """Plan and apply at once: `model` itself, now within the budget when it trains.
+
+    Inputs of another shape than `example`, and other numbers or words among the model's arguments, are
+    planned for when they are met first, under the same budget (a warning says so once), and remembered. A
+    budget given as a part of the plain peak stays the number of bytes that it meant for `example`. `loss`
+    has to work with any of these inputs, so labels belong among the model's arguments, or into a loss
+    that finds those of its batch. The other arguments are as in `lowtide.plan`.
+
+    Raises:
+        InfeasibleBudget: no plan of this method fits; for new inputs, when they are met.
+        CannotApply, BadRequest, CannotTrace: as in `lowtide.plan`.
+    """
+    first = Rehearsal(model, example, loss, optimizer, device, profile)
+    budget_bytes = None if budget is None else parse_budget(budget, first.plain.peak_bytes)
+    solution = first.solve(first.chain(granularity, modules), method, budget_bytes)
+    again = _Again(model, loss, optimizer, device, profile, granularity, modules, method, budget_bytes)
+    return apply(model, solution, replan=again)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Plans for other inputs as for the first ones. A copy of the model takes a copy of this along."""
+
+    model: nn.Module
+    loss: Loss | None
+    optimizer: str | None
+    device: str | torch.device | None
+    profile: bool
+    granularity: str | Granularity
+    modules: Collection[str] | None
+    method: str | Method
+    budget_bytes: int | None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Solution:
+        example = Arguments(args, kwargs)
+        rehearsal = Rehearsal(self.model, example, self.loss, self.optimizer, self.device, self.profile)
+        return rehearsal.solve(
+            rehearsal.chain(self.granularity, self.modules), self.method, self.budget_bytes
+        )
+
+
+def _granularity(name: str) -> Granularity:
+    try:
+        return Granularity(name)
+    except ValueError:
+        raise BadRequest(
+            f"there is no granularity '{name}'; it is one of {', '.join(Granularity)}."
+        ) from None
 
 
 def _refuse_changes_made_twice(trace: Trace) -> None:

@@ -37,21 +37,26 @@ from lowtide.taping import Listening, Made, Slots, Tape, replay_tape
 
 Model = TypeVar("Model", bound=nn.Module)
 Buffer = tuple[nn.Module, str]
+Replan = Callable[[tuple[Any, ...], dict[str, Any]], Solution]
 ON_NEW_INPUTS = ("warn", "error", "ignore")
 
 _ROOT: Unit = ("", 0)
 _ATTRIBUTE = "_lowtide_segments"
 
 
-def apply(model: Model, solution: Solution, *, on_new_inputs: str = "warn") -> Model:
+def apply(
+    model: Model, solution: Solution, *, on_new_inputs: str = "warn", replan: Replan | None = None
+) -> Model:
     """Make `model` recompute as `solution` plans, in place, and return it.
 
     Class, parameters and `state_dict` keys stay; gradients are those of plain training, bit for bit
     where PyTorch is deterministic; random streams and running statistics advance once a step. A plan that
     was applied before is replaced, and `remove` takes it off. Wrap the model (DDP) after applying.
 
-    The plan holds for inputs of the planned shapes. With others gradients are still right, but the peak is
-    not the promised one: `on_new_inputs` says whether to "warn" once, raise an "error" or "ignore" it.
+    The plan holds for inputs of the planned shapes, and for the path through the model that they took.
+    With others gradients are still right, but the peak is not the promised one: `on_new_inputs` says
+    whether to "warn" once, raise an "error" or "ignore" it. If `replan` is given it is called instead for
+    new inputs, with the model's arguments, and its plan takes over for these; see `lowtide.optimize`.
 
     Raises:
         CannotApply: the plan was made for a model with other parameters.
@@ -59,14 +64,9 @@ def apply(model: Model, solution: Solution, *, on_new_inputs: str = "warn") -> M
     """
     if on_new_inputs not in ON_NEW_INPUTS:
         raise BadRequest(f"on_new_inputs is {on_new_inputs!r}; it is one of {', '.join(ON_NEW_INPUTS)}.")
-    placement = place(solution.chain, solution.plan)
-    if solution.chain.fingerprint != fingerprint(model):
-        raise CannotApply(
-            f"the plan was made for another model than this {type(model).__name__}: their parameters or "
-            "buffers differ in name, shape or type. Plan this model."
-        )
+    course = _course(model, solution)
     remove(model)
-    runner = _Runner(placement, solution.chain.changed_buffers, solution.chain.inputs, on_new_inputs)
+    runner = _Runner(course, on_new_inputs, replan)
     runner.attach(model)
     setattr(model, _ATTRIBUTE, runner)
     return model
@@ -102,29 +102,45 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def described_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tensors among a model's arguments: 'float32[2, 3, 224, 224]'."""
-    leaves = tree_flatten((args, dict(kwargs)))[0]
+    """What a model is called with, as far as shapes and paths depend on it: 'float32[2, 3, 32, 32]', '3'."""
+    leaves = tree_flatten((args, {key: kwargs[key] for key in sorted(kwargs)}))[0]
     return tuple(
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-        for leaf in leaves
         if isinstance(leaf, torch.Tensor)
+        else repr(leaf)
+        for leaf in leaves
+        if isinstance(leaf, (torch.Tensor, bool, int, float, str))
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """What a plan means for a model: where its segments are, and which inputs it was made for."""
+
+    placement: Placement
+    changed_buffers: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
+def _course(model: nn.Module, solution: Solution) -> _Course:
+    placement = place(solution.chain, solution.plan)
+    if solution.chain.fingerprint != fingerprint(model):
+        raise CannotApply(
+            f"the plan was made for another model than this {type(model).__name__}: their parameters or "
+            "buffers differ in name, shape or type. Plan this model."
+        )
+    return _Course(placement, solution.chain.changed_buffers, solution.chain.inputs)
 
 
 class _Runner:
     """The hooks of one applied plan. Holds no module and no tensor between steps."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        changed_buffers: Sequence[str],
-        inputs: tuple[str, ...],
-        on_new_inputs: str,
-    ) -> None:
-        self.placement = placement
-        self.changed_buffers = frozenset(changed_buffers)
-        self.inputs = inputs
+    def __init__(self, course: _Course, on_new_inputs: str, replan: Replan | None) -> None:
+        self.course = course
         self.on_new_inputs = on_new_inputs
+        self.replan = replan
+        self.known = {course.inputs: course}
+        self.told: set[str] = set()
         self.handles: list[RemovableHandle] = []
         self.buffers: dict[nn.Module, tuple[Buffer, ...]] = {}  # that change in the call of a unit
         self.local = threading.local()
@@ -139,15 +155,16 @@ class _Runner:
 
     def attach(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
-        edges = {*self.placement.opens, *self.placement.closes}
-        involved = {path for path, _ in self.placement.units} | {edge.unit[0] for edge in edges}
+        placement = self.course.placement
+        involved = {path for path, _ in placement.units} | {edge.unit[0] for edge in placement.edges}
         for path in sorted(involved - {""}):
             if path not in modules:
                 raise CannotApply(f"the plan speaks of a module '{path}', which the model does not have.")
             self._hook(modules[path], partial(self._enter, path), partial(self._leave, path))
         self._hook(model, self._begin, self._end)
-        changed = [name.rpartition(".") for name in sorted(self.changed_buffers)]
-        for path in {path for path, _ in self.placement.units}:
+        changed = [name.rpartition(".") for name in self.course.changed_buffers]
+        self.buffers.clear()
+        for path in {path for path, _ in placement.units}:
             inside = [(owner, name) for owner, _, name in changed if f"{owner}.".startswith(f"{path}.")]
             self.buffers[modules[path]] = tuple((modules[owner], name) for owner, name in inside)
 
@@ -169,7 +186,7 @@ class _Runner:
         self.local.passing = None
         if not torch.is_grad_enabled() or self._is_replaying():
             return
-        self._check_inputs(model, args, kwargs)
+        self._suit(model, args, kwargs)
         passing = _Pass(self)
         self.local.passing = passing
         passing.cross(Edge(_ROOT, ends=False), (args, kwargs))
@@ -183,7 +200,8 @@ class _Runner:
             passing.abandon()
         else:
             passing.cross(Edge(_ROOT, ends=True), output)
-            passing.finish()
+            if not passing.finish() and model.training:
+                self._unsuited(f"{type(model).__name__} took another path than the one that was planned")
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         passing = self._passing()
@@ -202,21 +220,44 @@ class _Runner:
     def _is_replaying(self) -> bool:
         return bool(getattr(self.local, "replaying", 0))
 
-    def _check_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.on_new_inputs == "ignore" or not model.training:
-            return
+    # Inputs ---------------------------------------------------------------------------------------------
+
+    def _suit(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the plan that was made for these inputs, or do what is to be done where there is none."""
         given = described_inputs(args, kwargs)
-        if not self.inputs or given == self.inputs:
+        if given == self.course.inputs or not model.training:
             return
-        message = (
-            f"{type(model).__name__} was planned for inputs {', '.join(self.inputs)} and is given "
-            f"{', '.join(given)}: gradients are right, but the peak is not the promised one. "
-            "Plan for these inputs"
+        if given in self.known:
+            self._switch(model, self.known[given])
+            return
+        difference = (
+            f"{type(model).__name__} was planned for inputs {', '.join(self.course.inputs)} and is given "
+            f"{', '.join(given)}"
         )
+        if self.replan is None:
+            self._unsuited(difference)
+            return
+        self._tell("replan", f"{difference}. New inputs are planned for when they are met first.")
+        self.known[given] = _course(model, self.replan(args, kwargs))
+        self._switch(model, self.known[given])
+
+    def _switch(self, model: nn.Module, course: _Course) -> None:
+        self.detach()
+        self.course = course
+        self.attach(model)
+
+    def _unsuited(self, difference: str) -> None:
+        message = f"{difference}: gradients are right, but the peak is not the promised one."
         if self.on_new_inputs == "error":
-            raise CannotApply(f'{message}, or apply with on_new_inputs="warn".')
-        self.on_new_inputs = "ignore"
-        warnings.warn(f"{message}.", stacklevel=4)
+            raise CannotApply(f'{message} Plan for this, or apply with on_new_inputs="warn".')
+        if self.on_new_inputs == "warn":
+            self._tell("unsuited", message)
+
+    def _tell(self, subject: str, message: str) -> None:
+        """Say it once, however often it happens."""
+        if subject not in self.told:
+            self.told.add(subject)
+            warnings.warn(message, stacklevel=7)
 
     # Segments -------------------------------------------------------------------------------------------
 
@@ -305,7 +346,8 @@ class _Pass:
 
     def __init__(self, runner: _Runner) -> None:
         self.runner = runner
-        self.placement = runner.placement
+        self.placement = runner.course.placement
+        self.crossed: set[Edge] = set()
         self.calls: Counter[str] = Counter()
         self.slots = Slots()
         self.open: list[_Open] = []
@@ -351,6 +393,7 @@ class _Pass:
         closing, opening = self.placement.closes.get(edge, 0), self.placement.opens.get(edge, 0)
         if not closing and not opening:
             return
+        self.crossed.add(edge)
         self._listen(False)
         self._check_undisturbed()
         for _ in range(min(closing, len(self.open))):
@@ -392,11 +435,12 @@ class _Pass:
             self.listening.__exit__(None, None, None)
             self.is_listening = False
 
-    def finish(self) -> None:
-        """The model's call is over: nothing stays open, even if the path was another than planned."""
+    def finish(self) -> bool:
+        """The model's call is over: nothing stays open. Whether the path was the planned one."""
         self._listen(False)
         while self.open:
             close(self.open.pop().generator)
+        return self.crossed == self.placement.edges
 
     def abandon(self) -> None:
         """The forward has failed: undo what was opened, innermost first."""

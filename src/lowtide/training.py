@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -11,7 +12,16 @@ from torch import nn
 
 from lowtide.errors import BadRequest
 
-Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | torch.Tensor
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Positional and keyword arguments of a model, where it takes both."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | Arguments
 Loss: TypeAlias = Callable[[Any], torch.Tensor]
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -54,6 +64,8 @@ def training_step(
 
 def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments that an example stands for."""
+    if isinstance(example, Arguments):
+        return example.args, dict(example.kwargs)
     if isinstance(example, torch.Tensor):
         return (example,), {}
     if isinstance(example, tuple):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lowtide.caching import cached
-from lowtide.files import write_text
+from lowtide.documents import write_text
 from lowtide.measurement import measure
 from lowtide.profiling import profile
 from lowtide.tracing import Trace, dry_run

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide import zoo
 from lowtide.capturing import capture
-from lowtide.files import write_text
+from lowtide.documents import write_text
 from lowtide.schedule import straight
 from lowtide.simulation import simulate
 from lowtide.tracing import dry_run

@@ -20,7 +20,7 @@ import torchvision
 from torch import nn
 
 from lowtide import zoo
-from lowtide.files import write_text
+from lowtide.documents import write_text
 
 NAMES = (
     "alexnet",

@@ -1,4 +1,4 @@
-"""What the paper's experiment trains: its networks and batches, two transformers, and small ones for a CPU."""
+"""What the paper's experiment trains: its networks and batches, transformers, and small ones for a CPU."""
 
 from __future__ import annotations
 

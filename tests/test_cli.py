@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 import lowtide
 from lowtide.cli import main
-from lowtide.cli.fit import OPTIMIZERS
+from lowtide.cli.options import OPTIMIZERS
 from lowtide.cli.progress import progress_bar
 
 SOURCE = Path(lowtide.__file__).parent.parent
@@ -366,3 +366,5 @@ def test_a_progress_bar_appears_on_a_terminal_once_it_takes_long(
     assert "profiling" in captured.err
     assert "3/4" in captured.err
     assert captured.out == ""
+    progress(4, 4)  # by someone who has not heard that it is over
+    assert capsys.readouterr().err == ""

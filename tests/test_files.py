@@ -22,8 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handmade import Drawing, chain, graphs, steps
+from lowtide.documents import write_text
 from lowtide.errors import BadFile, MalformedGraph
-from lowtide.files import load_graph, save_graph, write_text
+from lowtide.files import load_graph, save_graph
 from lowtide.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol
 from lowtide.schedule import Compute, Free, Schedule, Step, straight
 from lowtide.validation import validate

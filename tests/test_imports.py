@@ -30,6 +30,7 @@ CORE = {
     "caching",
     "chain",
     "cutting",
+    "documents",
     "errors",
     "files",
     "graph",

@@ -65,7 +65,9 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         ("lowtide.__version__", "False"),
         ("lowtide.parse_bytes('1KiB')", "False"),
         ("lowtide.simulate, lowtide.Graph, lowtide.load_graph, lowtide.MissingExtra", "False"),
+        ("lowtide.solve, lowtide.methods(), lowtide.Chain, lowtide.Plan, lowtide.load_solution", "False"),
         ("lowtide.dry_run", "True"),
+        ("lowtide.compare", "True"),
     ],
 )
 def test_torch_is_imported_by_the_names_that_need_it_only(use: str, expected: str) -> None:

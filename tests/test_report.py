@@ -15,15 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from chains import chains
 from handmade import chain
+from lowtide.chain import Chain
 from lowtide.errors import BadFile, MissingExtra
 from lowtide.fitting import Fit, fit
 from lowtide.graph import Phase
+from lowtide.plans import Plan
 from lowtide.report.plot import Run, coarse, draw, runs_of, write_picture
 from lowtide.report.rounding import Unit, apportioned, unit_for
+from lowtide.report.shortening import listed, without_middle
+from lowtide.report.stretches import Stretch, stretches
 from lowtide.report.terminal import headline, print_fit
+from lowtide.report.trade import Box, placed
 from lowtide.schedule import Compute, straight
 from lowtide.simulation import CATEGORIES, Timeline, simulate
+from lowtide.solvers import methods, solve
+from lowtide.unrolling import replay
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -290,3 +298,103 @@ def test_a_picture_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> No
         write_picture(PNG, tmp_path / "absent" / "a.png")
     write_picture(PNG, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes() == PNG
+
+
+# Plans -----------------------------------------------------------------------------------------------
+
+FIVE = Chain.from_sizes([1, 2, 4, 8, 16, 32], names=("a", "b … c", "d", "e … f", "g"))
+
+
+def test_a_plan_is_told_as_stretches_of_layers() -> None:
+    assert stretches(FIVE, Plan.read("[2-3][4-4]")) == (
+        Stretch(1, 1, "a", 0, plain_bytes=2, held_bytes=2, extra_seconds=0.0),
+        Stretch(2, 3, "b … d", 1, plain_bytes=4 + 8, held_bytes=0, extra_seconds=2.0),  # a saved its output
+        Stretch(4, 4, "e … f", 1, plain_bytes=16, held_bytes=8, extra_seconds=1.0),
+        Stretch(5, 5, "g", 0, plain_bytes=32, held_bytes=32 + 16, extra_seconds=0.0),
+    )
+    nested = stretches(FIVE, Plan.read("[1-4 [1-2 [1-1]]]"))
+    assert [(part.first, part.last, part.again, part.held_bytes) for part in nested] == [
+        (1, 4, 3, 0),  # from the batch
+        (5, 5, 0, 48),
+    ]
+
+
+@given(chains(), st.sampled_from(["keep-all", "every-k", "chen-recursive", "chen-sqrt", "rotor"]))
+def test_what_stretches_hold_adds_up_to_what_the_referee_counts_at_the_loss(
+    problem: Chain, method: str
+) -> None:
+    plan = solve(problem, method).plan
+    timeline = replay(problem, plan)
+    at_the_loss = timeline.phases.index(Phase.BACKWARD)
+    found = stretches(problem, plan)
+    held = problem.base_bytes + problem.output_bytes[0] + problem.gradient_bytes[-1]
+    assert int(timeline.live_bytes[at_the_loss]) == held + sum(part.held_bytes for part in found)
+    assert [layer for part in found for layer in range(part.first, part.last + 1)] == [
+        *range(1, len(problem) + 1)
+    ]
+    plain = stretches(problem, Plan())
+    assert sum(part.plain_bytes for part in found) == sum(part.held_bytes for part in plain)
+    assert sum(part.extra_seconds for part in found) == plan.extra_seconds(problem)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "most", "text"),
+    [
+        ([], 9, ""),
+        ([3, 6, 9], 7, "3, 6, 9"),
+        ([3, 6, 9, 12], 11, "3, 6, 9, 12"),
+        ([3, 6, 9, 12], 10, "… 12 (4)"),
+        ([3, 6, 9, 12, 15], 14, "3, 6, … 15 (5)"),
+    ],
+)
+def test_a_long_list_of_numbers_loses_its_middle(numbers: list[int], most: int, text: str) -> None:
+    assert listed(numbers, most) == text
+
+
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=60), st.integers(14, 60))
+def test_a_list_of_numbers_fits_where_it_has_to(numbers: list[int], most: int) -> None:
+    assert len(listed(numbers, most)) <= most
+
+
+def test_what_fits_is_not_shortened() -> None:
+    assert without_middle("abcdefgh", 8) == "abcdefgh"
+    assert without_middle("abcdefghi", 8) == "abc…ghi"
+
+
+FRAME = Box(0, 0, 600, 300)
+
+
+@given(
+    st.lists(st.tuples(st.floats(50, 400), st.floats(40, 260)), min_size=1, max_size=4, unique=True),
+)
+def test_labels_cover_neither_each_other_nor_the_points(points: list[tuple[float, float]]) -> None:
+    labels = ["hong-linear"] * len(points)
+    boxes: list[Box] = []
+    for (x, y), (dx, dy) in zip(points, placed(points, labels, FRAME), strict=True):
+        box = Box(x + dx, y + dy - 6, x + dx + 50, y + dy + 6)
+        assert not any(box.overlaps(other) for other in boxes)
+        assert not any(box.overlaps(Box(x - 4, y - 4, x + 4, y + 4)) for x, y in points)
+        boxes.append(box)
+
+
+def test_a_label_is_beside_its_point_if_it_can_be_and_elsewhere_if_not() -> None:
+    assert placed([(100, 100)], ["abc"], FRAME) == [(8.0, 0.0)]
+    ((dx, dy),) = placed([(100, 100)], ["abc"], FRAME, [Box(100, 99, 600, 101)])  # a line to the right
+    assert dx < 0 or dy != 0
+    ((dx, _),) = placed([(595, 100)], ["abc"], FRAME)
+    assert dx < 0
+    assert placed([(100, 100)], ["abc"], Box(0, 0, 1, 1)) == [(8.0, 0.0)]  # no room anywhere
+
+
+def test_the_table_of_methods_tells_of_each_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    from lowtide.report.methods import print_methods
+
+    print_methods({"rotor": methods()["rotor"]})
+    header, first, *rest = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert header.split() == ["method", "minimises", "complexity", "budget"]
+    assert first.split()[0] == "rotor"
+    assert first.endswith("yes")
+    assert [line.strip() for line in rest] == [
+        f"proven {methods()['rotor'].proves}",
+        methods()["rotor"].reference,
+    ]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowtide.errors import BadRequest, MissingExtra, UnknownModel
+from lowtide.errors import BadRequest, DeviceMissing, MissingExtra, UnknownModel
 from lowtide.fitting import fit
 from lowtide.zoo.setup import Setup
 from lowtide.zoo.specs import load
@@ -405,3 +405,19 @@ def test_a_file_that_raises_is_shown_with_its_own_frames_only(tmp_path: Path, so
 def test_an_error_of_lowtide_in_a_users_file_passes_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text("import lowtide\nlowtide.parse_bytes('much')\n")
     assert refused(f"{tmp_path}/asks.py:build").startswith("cannot read 'much' as a size")
+
+
+# For real --------------------------------------------------------------------------------------------
+
+
+def test_on_a_device_everything_is_there_and_the_same_each_time(user_file: Path) -> None:
+    for spec in ("preresnet8", f"{user_file}:plain"):
+        first, second = (load(spec, {}, "cpu") for _ in range(2))
+        assert {tensor.device.type for tensor in tensors(first)} == {"cpu"}
+        assert all(map(torch.equal, tensors(first), tensors(second)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DeviceMissing, match="cannot measure on 'cuda'"):
+        load("mlp", {}, "cuda")

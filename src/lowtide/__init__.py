@@ -1,4 +1,4 @@
-"""Know, before it runs, how much memory a PyTorch training step needs.
+"""Know, before it runs, how much memory a PyTorch training step needs, and make it need less.
 
 Every public name can be had from here; the module that defines it is imported when the name is first
 used, so that `import lowtide` (and with it `lowtide --help`) does not wait for torch.
@@ -13,25 +13,36 @@ from lowtide._version import __version__
 
 if TYPE_CHECKING:
     from lowtide.capturing import capture
+    from lowtide.chain import Chain
+    from lowtide.comparing import Comparison, compare
+    from lowtide.cutting import Granularity
     from lowtide.errors import (
         BadFile,
         BadRequest,
+        CannotApply,
         CannotCapture,
         CannotTrace,
         DeviceMissing,
         IllegalSchedule,
+        InfeasibleBudget,
         LowtideError,
         MalformedGraph,
         MissingExtra,
+        UnknownMethod,
         UnknownModel,
     )
-    from lowtide.files import load_graph, save_graph
+    from lowtide.files import load_graph, load_solution, save_graph, save_solution
     from lowtide.fitting import Fit, fit
     from lowtide.graph import Graph, Op, Origin, Phase, Role, Tensor, Value
     from lowtide.measurement import Reading, measure
+    from lowtide.planning import Rehearsal, optimize, plan
+    from lowtide.plans import Plan, Segment
     from lowtide.profiling import profile
     from lowtide.schedule import Compute, Free, Schedule, straight
+    from lowtide.segments import apply, remove
     from lowtide.simulation import Allocator, Category, Timeline, simulate
+    from lowtide.solution import Confirmation, Solution, Status
+    from lowtide.solvers.registry import methods, solve
     from lowtide.tracing import Trace, dry_run
     from lowtide.units import format_bytes, parse_bytes
     from lowtide.validation import validate
@@ -40,40 +51,61 @@ __all__ = [
     "Allocator",
     "BadFile",
     "BadRequest",
+    "CannotApply",
     "CannotCapture",
     "CannotTrace",
     "Category",
+    "Chain",
+    "Comparison",
     "Compute",
+    "Confirmation",
     "DeviceMissing",
     "Fit",
     "Free",
+    "Granularity",
     "Graph",
     "IllegalSchedule",
+    "InfeasibleBudget",
     "LowtideError",
     "MalformedGraph",
     "MissingExtra",
     "Op",
     "Origin",
     "Phase",
+    "Plan",
     "Reading",
+    "Rehearsal",
     "Role",
     "Schedule",
+    "Segment",
+    "Solution",
+    "Status",
     "Tensor",
     "Timeline",
     "Trace",
+    "UnknownMethod",
     "UnknownModel",
     "Value",
     "__version__",
+    "apply",
     "capture",
+    "compare",
     "dry_run",
     "fit",
     "format_bytes",
     "load_graph",
+    "load_solution",
     "measure",
+    "methods",
+    "optimize",
     "parse_bytes",
+    "plan",
     "profile",
+    "remove",
     "save_graph",
+    "save_solution",
     "simulate",
+    "solve",
     "straight",
     "validate",
 ]
@@ -81,25 +113,36 @@ __all__ = [
 # Modules are named by nouns: a function called like its module would be hidden by it once imported.
 _NAMES_OF_MODULE = {
     "capturing": ("capture",),
+    "chain": ("Chain",),
+    "comparing": ("Comparison", "compare"),
+    "cutting": ("Granularity",),
     "errors": (
         "BadFile",
         "BadRequest",
+        "CannotApply",
         "CannotCapture",
         "CannotTrace",
         "DeviceMissing",
         "IllegalSchedule",
+        "InfeasibleBudget",
         "LowtideError",
         "MalformedGraph",
         "MissingExtra",
+        "UnknownMethod",
         "UnknownModel",
     ),
-    "files": ("load_graph", "save_graph"),
+    "files": ("load_graph", "load_solution", "save_graph", "save_solution"),
     "fitting": ("Fit", "fit"),
     "graph": ("Graph", "Op", "Origin", "Phase", "Role", "Tensor", "Value"),
     "measurement": ("Reading", "measure"),
+    "planning": ("Rehearsal", "optimize", "plan"),
+    "plans": ("Plan", "Segment"),
     "profiling": ("profile",),
     "schedule": ("Compute", "Free", "Schedule", "straight"),
+    "segments": ("apply", "remove"),
     "simulation": ("Allocator", "Category", "Timeline", "simulate"),
+    "solution": ("Confirmation", "Solution", "Status"),
+    "solvers.registry": ("methods", "solve"),
     "tracing": ("Trace", "dry_run"),
     "units": ("format_bytes", "parse_bytes"),
     "validation": ("validate",),

@@ -1,30 +1,27 @@
-"""Graphs and traces as JSON files: written whole or not at all, read strictly.
+"""Graphs, traces and plans as JSON files: written whole or not at all, read strictly.
 
-A file is data, never code: only JSON is parsed, every field is checked for its type, and the graph's
-own validator has the last word. Reading what was written gives an equal object, to the last bit.
+A file is data, never code: only JSON is parsed, every field is checked for its type, and the last word is
+the graph's own validator's, or the referee's. What was written is read as an equal object, to the last bit.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from enum import StrEnum
-from pathlib import Path
-from typing import TypeAlias, TypeVar
+from dataclasses import asdict
+from typing import TypeVar
 
-from lowtide.errors import BadFile, MalformedGraph
-from lowtide.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value
+from lowtide.chain import Chain, Kind
+from lowtide.documents import Json, Reader, Unexpected, read_document, understanding, write_document
+from lowtide.graph import Arg, Call, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value
+from lowtide.plans import Plan
 from lowtide.schedule import Compute, Free, Schedule, Step
+from lowtide.solution import Confirmation, Solution, Status
+from lowtide.unrolling import replay
 from lowtide.validation import validate
 
-SCHEMA = 1
-_TOO_DEEP = "it is nested too deeply to be lowtide's"
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 T = TypeVar("T")
-E = TypeVar("E", bound=StrEnum)
 
 
 def save_graph(graph: Graph, path: str | os.PathLike[str], schedule: Schedule | None = None) -> None:
@@ -34,17 +31,13 @@ def save_graph(graph: Graph, path: str | os.PathLike[str], schedule: Schedule | 
         MalformedGraph: the graph breaks its own rules, and could not be read again.
         BadFile: the file cannot be written.
     """
-    document: dict[str, Json] = {
-        "lowtide": "graph",
-        "schema": SCHEMA,
-        "graph": _graph_to_json(validate(graph)),
-    }
+    fields: dict[str, Json] = {"graph": _graph_to_json(validate(graph))}
     if schedule is not None:
         # One whole number a step: op n is n, the free of value n is -n-1.
-        document["schedule"] = [
+        fields["schedule"] = [
             step.op if isinstance(step, Compute) else -step.value - 1 for step in schedule.steps
         ]
-    write_text(path, json.dumps(document, separators=(",", ":"), allow_nan=False))
+    write_document(path, "graph", fields)
 
 
 def load_graph(path: str | os.PathLike[str]) -> tuple[Graph, Schedule | None]:
@@ -54,68 +47,35 @@ def load_graph(path: str | os.PathLike[str]) -> tuple[Graph, Schedule | None]:
         BadFile: the file is missing, damaged, cut off, not lowtide's, of another schema, or its
             contents are not a well-formed graph.
     """
-    document = _read_document(path)
-    try:
-        graph = validate(_graph_from_json(_Reader(document["graph"], "graph")))
+    document = read_document(path, "graph")
+    with understanding(path):
+        graph = validate(_graph_from_json(Reader(document["graph"], "graph")))
         raw = document.get("schedule")
-        schedule = None if raw is None else _schedule_from_json(_Reader(raw, "schedule"))
-    except (_Unexpected, MalformedGraph, KeyError) as error:
-        reason = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
-        raise BadFile(path, reason) from None
-    except RecursionError:
-        raise BadFile(path, _TOO_DEEP) from None
-    return graph, schedule
+        return graph, None if raw is None else _schedule_from_json(Reader(raw, "schedule"))
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old file or the whole new one, never a part."""
-    target = Path(path)
-    try:
-        handle, scratch = tempfile.mkstemp(dir=target.parent or ".", prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-            os.chmod(scratch, 0o644)
-            os.replace(scratch, target)
-        except BaseException:
-            os.unlink(scratch)
-            raise
-    except OSError as error:
-        raise BadFile(path, f"{error.strerror}", doing="write") from None
+def save_solution(solution: Solution, path: str | os.PathLike[str]) -> None:
+    """Write `solution` to `path`: the plan, the chain it is for, and what is known about both.
+
+    Raises:
+        BadFile: the file cannot be written.
+    """
+    write_document(path, "plan", {"solution": _solution_to_json(solution)})
 
 
-def _read_document(path: str | os.PathLike[str]) -> dict[str, Json]:
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except OSError as error:
-        raise BadFile(path, f"{error.strerror}") from None
-    except UnicodeDecodeError:
-        raise BadFile(path, "it is not text") from None
-    except RecursionError:
-        raise BadFile(path, _TOO_DEEP) from None
-    except json.JSONDecodeError as error:
-        raise BadFile(
-            path, f"it is not JSON from line {error.lineno}, column {error.colno}: damaged or cut off?"
-        ) from None
-    except ValueError as error:  # NaN, or a number of more digits than Python will read
-        raise BadFile(path, f"it holds an impossible number ({error})") from None
-    if not isinstance(document, dict) or document.get("lowtide") != "graph":
-        raise BadFile(path, "it is not a lowtide graph file")
-    schema = document.get("schema")
-    if type(schema) is not int or schema != SCHEMA:  # True equals 1
-        raise BadFile(
-            path,
-            f"it has schema {schema!r:.40}; this lowtide reads schema {SCHEMA}. "
-            "Write it again with this version",
-        )
-    return document
+def load_solution(path: str | os.PathLike[str]) -> Solution:
+    """Read what `save_solution` wrote. The plan is replayed again.
+
+    Raises:
+        BadFile: the file is missing, damaged, cut off, not lowtide's, of another schema, or its plan does
+            not peak where it says.
+    """
+    document = read_document(path, "plan")
+    with understanding(path):
+        return _solution_from_json(Reader(document["solution"], "solution"))
 
 
-def _refuse_constant(literal: str) -> float:
-    raise ValueError(f"{literal} is not JSON")
-
-
-# Writing --------------------------------------------------------------------------------------------
+# Writing graphs -------------------------------------------------------------------------------------
 
 
 def _graph_to_json(graph: Graph) -> Json:
@@ -176,56 +136,10 @@ def _arg_to_json(arg: Arg) -> Json:
     return arg
 
 
-# Reading --------------------------------------------------------------------------------------------
+# Reading graphs -------------------------------------------------------------------------------------
 
 
-class _Unexpected(Exception):
-    """A field does not hold what it should; the message says which and what."""
-
-
-class _Reader:
-    """One JSON value and where it stands in the file, read by what it should be."""
-
-    def __init__(self, json_value: Json, where: str) -> None:
-        self.json_value = json_value
-        self.where = where
-
-    def __getitem__(self, key: str) -> _Reader:
-        if not isinstance(self.json_value, dict):
-            raise _Unexpected(f"{self.where} should be an object")
-        if key not in self.json_value:
-            raise _Unexpected(f"{self.where} has no '{key}'")
-        return _Reader(self.json_value[key], f"{self.where}.{key}")
-
-    def of(self, kind: type[T]) -> T:
-        # bool is an int to Python but not to us
-        if not isinstance(self.json_value, kind) or (kind is int and isinstance(self.json_value, bool)):
-            raise _Unexpected(f"{self.where} should be {kind.__name__}, found {self.json_value!r:.40}")
-        if isinstance(self.json_value, int) and self.json_value.bit_length() > 63:
-            raise _Unexpected(f"{self.where} does not fit in 64 bits: {self.json_value!r:.40}")
-        return self.json_value
-
-    def number(self) -> float:
-        return self.of(float) if isinstance(self.json_value, float) else self.of(int)
-
-    def optional(self, kind: type[T]) -> T | None:
-        return None if self.json_value is None else self.of(kind)
-
-    def choice(self, kind: type[E]) -> E:
-        try:
-            return kind(self.of(str))
-        except ValueError:
-            raise _Unexpected(f"{self.where} is {self.json_value!r:.40}, not one of {[*kind]}") from None
-
-    def many(self, read: Callable[[_Reader], T]) -> tuple[T, ...]:
-        items: Iterable[Json] = self.of(list)
-        return tuple(read(_Reader(item, f"{self.where}[{i}]")) for i, item in enumerate(items))
-
-    def ints(self) -> tuple[int, ...]:
-        return self.many(lambda item: item.of(int))
-
-
-def _graph_from_json(json_graph: _Reader) -> Graph:
+def _graph_from_json(json_graph: Reader) -> Graph:
     return Graph(
         name=json_graph["name"].of(str),
         origin=json_graph["origin"].choice(Origin),
@@ -239,11 +153,11 @@ def _graph_from_json(json_graph: _Reader) -> Graph:
     )
 
 
-def _numbered(table: _Reader, read: Callable[[int, _Reader], T]) -> Iterable[T]:
+def _numbered(table: Reader, read: Callable[[int, Reader], T]) -> Iterable[T]:
     return (read(position, entry) for position, entry in enumerate(table.many(lambda entry: entry)))
 
 
-def _value_from_json(position: int, entry: _Reader) -> Value:
+def _value_from_json(position: int, entry: Reader) -> Value:
     return Value(
         id=position,
         bytes=entry["bytes"].of(int),
@@ -254,15 +168,15 @@ def _value_from_json(position: int, entry: _Reader) -> Value:
     )
 
 
-def _tensor_from_json(position: int, entry: _Reader) -> Tensor:
+def _tensor_from_json(position: int, entry: Reader) -> Tensor:
     fields = entry.many(lambda field: field)
     if len(fields) != 5:
-        raise _Unexpected(f"{entry.where} should have 5 fields, found {len(fields)}")
+        raise Unexpected(f"{entry.where} should have 5 fields, found {len(fields)}")
     value, shape, stride, offset, dtype = fields
     return Tensor(position, value.of(int), shape.ints(), stride.ints(), offset.of(int), dtype.of(str))
 
 
-def _op_from_json(position: int, entry: _Reader) -> Op:
+def _op_from_json(position: int, entry: Reader) -> Op:
     kwargs: Mapping[str, Json] = entry["kwargs"].of(dict)
     return Op(
         id=position,
@@ -284,14 +198,14 @@ def _op_from_json(position: int, entry: _Reader) -> Op:
     )
 
 
-def _arg_from_json(entry: _Reader) -> Arg:
+def _arg_from_json(entry: Reader) -> Arg:
     found = entry.json_value
     if isinstance(found, list):
         return entry.many(_arg_from_json)
     if not isinstance(found, dict):
         return found
     if len(found) != 1:
-        raise _Unexpected(f"{entry.where} should name one thing, found {len(found)}")
+        raise Unexpected(f"{entry.where} should name one thing, found {len(found)}")
     (kind,) = found
     if kind == "tensor":
         return Ref(entry["tensor"].of(int))
@@ -299,12 +213,141 @@ def _arg_from_json(entry: _Reader) -> Arg:
     if kind != "float":
         return Symbol(kind, text)
     if text not in ("inf", "-inf", "nan"):
-        raise _Unexpected(f"{entry.where} is no float: {text!r:.40}")
+        raise Unexpected(f"{entry.where} is no float: {text!r:.40}")
     return float(text)
 
 
-def _schedule_from_json(entry: _Reader) -> Schedule:
+def _schedule_from_json(entry: Reader) -> Schedule:
     def step(code: int) -> Step:
         return Compute(code) if code >= 0 else Free(-code - 1)
 
     return Schedule(tuple(step(code) for code in entry.ints()))
+
+
+# Solutions ------------------------------------------------------------------------------------------
+
+
+def _solution_to_json(solution: Solution) -> Json:
+    confirmation = solution.confirmation
+    return {
+        "chain": _chain_to_json(solution.chain),
+        "method": solution.method,
+        "plan": str(solution.plan),
+        "status": solution.status.value,
+        "peak_bytes": solution.peak_bytes,
+        "lower_bound_bytes": solution.lower_bound_bytes,
+        "extra_seconds": solution.extra_seconds,
+        "planning_seconds": solution.planning_seconds,
+        "budget_bytes": solution.budget_bytes,
+        "objective_bytes": solution.objective_bytes,
+        "confirmation": None if confirmation is None else asdict(confirmation),
+    }
+
+
+def _chain_to_json(chain: Chain) -> Json:
+    calls: list[Json] = [[call.module, call.call, call.first, call.stop] for call in chain.calls]
+    return {
+        "output_bytes": list(chain.output_bytes),
+        "gradient_bytes": list(chain.gradient_bytes),
+        "saved_bytes": list(chain.saved_bytes),
+        "forward_bytes": list(chain.forward_bytes),
+        "backward_bytes": list(chain.backward_bytes),
+        "settled_bytes": list(chain.settled_bytes),
+        "output_saved_by_itself": list(chain.output_saved_by_itself),
+        "output_saved_by_next": list(chain.output_saved_by_next),
+        "forward_seconds": list(chain.forward_seconds),
+        "backward_seconds": list(chain.backward_seconds),
+        "base_bytes": chain.base_bytes,
+        "name": chain.name,
+        "names": list(chain.names),
+        "kinds": [kind.value for kind in chain.kinds],
+        "places": list(chain.places),
+        "calls": calls,
+        "timed": chain.timed,
+        "changed_buffers": list(chain.changed_buffers),
+        "inputs": list(chain.inputs),
+        "fingerprint": chain.fingerprint,
+    }
+
+
+def _solution_from_json(entry: Reader) -> Solution:
+    solution = Solution(
+        chain=_chain_from_json(entry["chain"]),
+        method=entry["method"].of(str),
+        plan=Plan.read(entry["plan"].of(str)),
+        status=entry["status"].choice(Status),
+        peak_bytes=entry["peak_bytes"].of(int),
+        lower_bound_bytes=entry["lower_bound_bytes"].of(int),
+        extra_seconds=_seconds(entry["extra_seconds"]),
+        planning_seconds=_seconds(entry["planning_seconds"]),
+        budget_bytes=entry["budget_bytes"].optional(int),
+        objective_bytes=entry["objective_bytes"].optional(int),
+        confirmation=_confirmation_from_json(entry["confirmation"]),
+    )
+    peak_bytes = replay(solution.chain, solution.plan).peak_bytes
+    if peak_bytes != solution.peak_bytes:
+        raise Unexpected(
+            f"its plan is said to peak at {solution.peak_bytes} bytes, and replayed it peaks at "
+            f"{peak_bytes}. Plan again"
+        )
+    return solution
+
+
+def _confirmation_from_json(entry: Reader) -> Confirmation | None:
+    if entry.json_value is None:
+        return None
+    return Confirmation(
+        peak_bytes=entry["peak_bytes"].of(int),
+        recomputed_ops=entry["recomputed_ops"].of(int),
+        extra_seconds=_seconds(entry["extra_seconds"]),
+        plain_peak_bytes=entry["plain_peak_bytes"].of(int),
+        plain_seconds=_seconds(entry["plain_seconds"]),
+    )
+
+
+def _chain_from_json(entry: Reader) -> Chain:
+    chain = Chain(
+        output_bytes=entry["output_bytes"].ints(),
+        gradient_bytes=entry["gradient_bytes"].ints(),
+        saved_bytes=entry["saved_bytes"].ints(),
+        forward_bytes=entry["forward_bytes"].ints(),
+        backward_bytes=entry["backward_bytes"].ints(),
+        settled_bytes=entry["settled_bytes"].ints(),
+        output_saved_by_itself=entry["output_saved_by_itself"].many(lambda flag: flag.of(bool)),
+        output_saved_by_next=entry["output_saved_by_next"].many(lambda flag: flag.of(bool)),
+        forward_seconds=entry["forward_seconds"].many(_seconds),
+        backward_seconds=entry["backward_seconds"].many(_seconds),
+        base_bytes=entry["base_bytes"].of(int),
+        name=entry["name"].of(str),
+        names=entry["names"].many(_text),
+        kinds=entry["kinds"].many(lambda kind: kind.choice(Kind)),
+        places=entry["places"].ints(),
+        calls=entry["calls"].many(_call_from_json),
+        timed=entry["timed"].of(bool),
+        changed_buffers=entry["changed_buffers"].many(_text),
+        inputs=entry["inputs"].many(_text),
+        fingerprint=entry["fingerprint"].of(str),
+    )
+    if chain.places and len(chain.places) != len(chain) + 1:
+        raise Unexpected(f"{entry.where} has {len(chain)} layers, but {len(chain.places)} places")
+    return chain
+
+
+def _call_from_json(entry: Reader) -> Call:
+    fields = entry.many(lambda field: field)
+    if len(fields) != 4:
+        raise Unexpected(f"{entry.where} should have 4 fields, found {len(fields)}")
+    module, *numbers = fields
+    call, first, stop = (number.of(int) for number in numbers)
+    return Call(module.of(str), call, first, stop)
+
+
+def _text(entry: Reader) -> str:
+    return entry.of(str)
+
+
+def _seconds(entry: Reader) -> float:
+    seconds = float(entry.number())
+    if not 0 <= seconds < math.inf:
+        raise Unexpected(f"{entry.where} is no time: {seconds}")
+    return seconds

@@ -74,7 +74,7 @@ def measure(
     reading = _measure_cpu(step) if where.type == "cpu" else _measure_cuda(step, where)
     if not timed:
         return reading
-    seconds = statistics.median(_timed(step, where) for _ in range(timed))
+    seconds = statistics.median(seconds_of(step, where) for _ in range(timed))
     return Reading(**{**reading.__dict__, "seconds": seconds})
 
 
@@ -95,7 +95,8 @@ def _default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
 
 
-def _timed(step: Callable[[], object], where: torch.device) -> float:
+def seconds_of(step: Callable[[], object], where: torch.device) -> float:
+    """The wall time of `step` on `where`, all of its kernels included."""
     _synchronize(where)
     start = time.perf_counter()
     step()
@@ -201,7 +202,7 @@ def _measure_cuda(step: Callable[[], object], where: torch.device) -> Reading:
         enabled="all", context=None, stacks="python", max_entries=_TRACE_ENTRIES, device=where
     )
     try:
-        seconds = _timed(step, where)
+        seconds = seconds_of(step, where)
         snapshot = torch.cuda.memory._snapshot(where)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None, device=where)

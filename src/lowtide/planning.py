@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
+from lowtide.caching import cached
 from lowtide.chain import Chain
 from lowtide.cutting import Granularity, Step, chain_of
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
@@ -106,10 +107,10 @@ class Rehearsal:
     def _confirmation(self, trace: Trace) -> Confirmation:
         recomputed = [op for op in trace.graph.ops if op.phase is Phase.RECOMPUTE]
         return Confirmation(
-            peak_bytes=trace.peak_bytes,
+            peak_bytes=_peak_bytes(trace),
             recomputed_ops=len(recomputed),
             extra_seconds=sum(op.seconds for op in recomputed),
-            plain_peak_bytes=self.plain.peak_bytes,
+            plain_peak_bytes=_peak_bytes(self.plain),
             plain_seconds=sum(op.seconds for op in self.plain.graph.ops),
         )
 
@@ -121,7 +122,7 @@ class Rehearsal:
         """
         if budget is None:
             return self.confirmed(solve(chain, method))
-        wanted = parse_budget(budget, self.plain.peak_bytes)
+        wanted = parse_budget(budget, _peak_bytes(self.plain))
         try:
             solution = solve(chain, method, wanted)
         except InfeasibleBudget:  # by the chain, which may count a little more than there is
@@ -219,7 +220,7 @@ def optimize(
         CannotApply, BadRequest, CannotTrace: as in `lowtide.plan`.
     """
     first = Rehearsal(model, example, loss, optimizer, device, profile)
-    budget_bytes = None if budget is None else parse_budget(budget, first.plain.peak_bytes)
+    budget_bytes = None if budget is None else parse_budget(budget, _peak_bytes(first.plain))
     solution = first.solve(first.chain(granularity, modules), method, budget_bytes)
     again = _Again(model, loss, optimizer, device, profile, granularity, modules, method, budget_bytes)
     return apply(model, solution, replan=again)
@@ -245,6 +246,13 @@ class _Again:
         return rehearsal.solve(
             rehearsal.chain(self.granularity, self.modules), self.method, self.budget_bytes
         )
+
+
+def _peak_bytes(trace: Trace) -> int:
+    """What the device's allocator will say it held: CUDA's may hand out blocks larger than asked for."""
+    if not trace.graph.device.startswith("cuda"):
+        return trace.peak_bytes
+    return max(trace.peak_bytes, cached(trace.graph, trace.schedule).allocated_bytes)
 
 
 def _granularity(name: str) -> Granularity:

@@ -14,7 +14,7 @@ import click
 from lowtide._version import __version__
 from lowtide.errors import LowtideError
 
-_COMMANDS = ("fit", "zoo")
+_COMMANDS = ("fit", "plan", "compare", "solvers", "zoo")
 _BAD_REQUEST = 2
 _INTERRUPTED = 130  # as shells say it; click's own 1 would read as "it does not fit"
 
@@ -51,4 +51,4 @@ class LazyGroup(click.Group):
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="lowtide")
 def main() -> None:
-    """Know, before it runs, how much memory a PyTorch training step needs."""
+    """Know, before it runs, how much memory a PyTorch training step needs, and make it need less."""

@@ -3,56 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.options import output_file, size, whole_number
+from lowtide.cli.options import json_option, output_file, plot_option, size, step_options
+from lowtide.cli.preparing import check_can_draw, default_device, load_model
 from lowtide.cli.quiet import hush_libraries, undisturbed
 
 if TYPE_CHECKING:
     from lowtide.fitting import Fit
     from lowtide.zoo.setup import Setup
 
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.training, which would import torch
-_SIZES = {
-    "vocab": "Words in the vocabulary.",
-    "heads": "Attention heads.",
-    "width": "Hidden size.",
-    "layers": "Layers.",
-    "classes": "Classes.",
-    "tokens": "Tokens in a text.",
-    "image": "Side of an image in pixels.",
-    "batch": "Examples in a batch.  [default: 1]",
-}
 _DOES_NOT_FIT = 1
 
 
-def _size_options(function: Any) -> Any:
-    for name, text in _SIZES.items():
-        function = click.option(f"--{name}", metavar="N", callback=whole_number, help=text)(function)
-    return function
-
-
 @click.command("fit")
-@click.argument("model")
-@_size_options
-@click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Include its states and its step.")
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    help="Where the step will run; it need not be on this machine.  [default: cuda if here, else cpu]",
-)
+@step_options
 @click.option("--budget", metavar="SIZE", callback=size, help="Does it fit in this? 24GiB, 80GB, …")
-@click.option("--profile/--no-profile", default=True, help="Run each op once for the workspace it takes.")
-@click.option(
-    "--plot",
-    metavar="FILE",
-    callback=output_file(".png", ".svg"),
-    help="Draw live bytes over the step (.png, .svg).",
-)
+@plot_option("Draw live bytes over the step (.png, .svg).")
 @click.option(
     "-o",
     "--output",
@@ -60,7 +30,7 @@ def _size_options(function: Any) -> Any:
     callback=output_file(".json"),
     help="Save the traced graph and schedule (.json).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
+@json_option
 def command(
     model: str,
     optimizer: str | None,
@@ -80,9 +50,9 @@ def command(
     Nothing is allocated and nothing is trained. Exit code: 0 it fits, 1 it does not, 2 bad request.
     """
     hush_libraries()
-    _check_can_draw(plot)
+    check_can_draw(plot)
     with undisturbed():
-        setup = _load(model, sizes)
+        setup = load_model(model, sizes)
         fit = _predict(setup, optimizer=optimizer, device=device, budget=budget, profile=profile)
     _write(fit, setup, output, plot)
     _answer(fit, setup, as_json)
@@ -90,32 +60,16 @@ def command(
         click.get_current_context().exit(_DOES_NOT_FIT)
 
 
-def _check_can_draw(plot: Path | None) -> None:
-    from lowtide.report.plot import require_matplotlib
-
-    if plot is not None:
-        require_matplotlib()
-
-
-def _load(model: str, sizes: Mapping[str, int | None]) -> Setup:
-    from lowtide.zoo.specs import load
-
-    return load(model, {key: value for key, value in sizes.items() if value is not None})
-
-
 def _predict(setup: Setup, *, device: str | None, **options: Any) -> Fit:
-    import torch
-
     from lowtide.cli.progress import progress_bar
     from lowtide.fitting import fit
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with progress_bar("profiling") as progress:
         return fit(
             setup.model,
             setup.example,
             setup.loss,
-            device=device,
+            device=device or default_device(),
             name=setup.name,
             progress=progress,
             **options,

@@ -1,17 +1,88 @@
-"""What options may hold: click callbacks, each refusing in words that name the option."""
+"""Options that commands share, and callbacks that refuse what they cannot hold, naming the option."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from lowtide.errors import BadRequest
-from lowtide.units import parse_bytes
+from lowtide.units import parse_budget, parse_bytes
 
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.training, which would import torch
+GRANULARITIES = ("fine", "layer", "block")  # those of lowtide.cutting, which would import numpy
+_SIZES = {
+    "vocab": "Words in the vocabulary.",
+    "heads": "Attention heads.",
+    "width": "Hidden size.",
+    "layers": "Layers.",
+    "classes": "Classes.",
+    "tokens": "Tokens in a text.",
+    "image": "Side of an image in pixels.",
+    "batch": "Examples in a batch.  [default: 1]",
+}
 _MOST_DIGITS = 18  # what fits in 64 bits
+_ANY_PEAK = 1 << 60  # a part of it is a whole number of bytes, whatever the part
+
+
+def step_options(function: Any) -> Any:
+    """What step of training is meant: MODEL, its sizes, the optimizer, the device, and whether to profile."""
+    for option in (
+        click.option("--profile/--no-profile", default=True, help="Run each op once for what it takes."),
+        click.option(
+            "--device",
+            type=click.Choice(["cpu", "cuda"]),
+            help="Where the step will run, here or not.  [default: cuda if here, else cpu]",
+        ),
+        click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Include its states and its step."),
+        *(
+            click.option(f"--{name}", metavar="N", callback=whole_number, help=text)
+            for name, text in _SIZES.items()
+        ),
+        click.argument("model"),
+    ):
+        function = option(function)
+    return function
+
+
+def cutting_options(function: Any) -> Any:
+    """How the model is cut into a chain of layers."""
+    for option in (
+        click.option(
+            "--module",
+            "modules",
+            metavar="PATH",
+            multiple=True,
+            help="Cut around this module instead; may be given several times.",
+        ),
+        click.option(
+            "--granularity",
+            type=click.Choice(GRANULARITIES),
+            default="layer",
+            show_default=True,
+            help="How finely to cut: wherever possible, at layers with weights, or around whole blocks.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def budget_option(text: str) -> Callable[[Any], Any]:
+    """A budget for a plan: a size, or a part of the plain peak."""
+    return click.option("--budget", metavar="SIZE|PART", callback=budget, help=text)
+
+
+def plot_option(text: str) -> Callable[[Any], Any]:
+    """A picture to draw."""
+    return click.option("--plot", metavar="FILE", callback=output_file(".png", ".svg"), help=text)
+
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
+)
 
 
 def whole_number(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
@@ -29,6 +100,16 @@ def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | 
         return None if text is None else parse_bytes(text)
     except BadRequest as error:
         raise click.BadParameter(str(error), ctx, param) from None
+
+
+def budget(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    """A number of bytes or a part of the plain peak, such as 60%. How much that is depends on the step."""
+    try:
+        if text is not None:
+            parse_budget(text, _ANY_PEAK)
+    except BadRequest as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+    return text
 
 
 def output_file(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | None], Path | None]:

@@ -14,7 +14,7 @@ _PATIENCE_SECONDS = 1.0  # what is over sooner needs no bar
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Yield what to call with (done, of); None where nobody would see a bar."""
+    """Yield what to call with (done, of); None where nobody would see a bar. Later calls do nothing."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
@@ -23,8 +23,11 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task(what)
     begun = time.monotonic()
+    over = False
 
     def update(done: int, of: int) -> None:
+        if over:
+            return
         bar.update(task, completed=done, total=of)
         if not bar.live.is_started and time.monotonic() - begun > _PATIENCE_SECONDS:
             bar.start()
@@ -32,4 +35,5 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     try:
         yield update
     finally:
+        over = True
         bar.stop()

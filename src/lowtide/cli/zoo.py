@@ -6,9 +6,11 @@ import json
 
 import click
 
+from lowtide.cli.options import json_option
+
 
 @click.command("zoo")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
+@json_option
 def command(as_json: bool) -> None:
     """List the built-in models and their usual sizes.
 

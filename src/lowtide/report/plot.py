@@ -1,9 +1,9 @@
-"""A timeline as a picture: live bytes over the step, stacked by category."""
+"""Timelines as pictures: live bytes over the step, stacked by category."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -14,11 +14,13 @@ import numpy.typing as npt
 
 from lowtide.errors import BadFile, MissingExtra
 from lowtide.graph import Phase
+from lowtide.report.shortening import without_middle
 from lowtide.simulation import CATEGORIES, Category, Timeline
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Steps = npt.NDArray[np.int64]
 
@@ -46,6 +48,7 @@ _MOST_POINTS = 800  # about what a screen can show; an SVG of any step stays sma
 _STRIP = 0.05  # height of the strip that names the phases, as a part of the axes
 _LETTER = 0.0125  # width of a letter in it, likewise
 _LONGEST_LABEL = 64
+_STEPS = "step (an op runs, or a value is freed)"
 _HEADROOM = 1.22  # above the peak, for its label
 _FARTHEST_BUDGET = 3.0  # in peaks: a budget above that would press everything else to the ground
 
@@ -70,20 +73,45 @@ def draw(timeline: Timeline, kind: str, *, title: str, budget_bytes: int | None 
     Phases are shaded and named, the peak is marked with its op, the budget is a dashed line. Where steps
     are too many to be seen, each point stands for several: it shows the one that holds most.
     """
+
+    def paint(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        _draw_timeline(axes, timeline, budget_bytes, unit_of(timeline.peak_bytes))
+        axes.set_title(title, loc="left", pad=22, weight="bold")
+        axes.set_xlabel(_STEPS)
+        _draw_legend(axes, axes)
+
+    return painted(kind, (10, 5.4), paint)
+
+
+def draw_plan(
+    plain: Timeline, planned: Timeline, kind: str, *, title: str, method: str, budget_bytes: int | None = None
+) -> bytes:
+    """The step without and with a plan, one above the other and to the same scale."""
+
+    def paint(figure: Figure) -> None:
+        above, below = figure.subplots(2, sharey=True)
+        unit = unit_of(plain.peak_bytes)
+        for axes, timeline, name in ((above, plain, "plain"), (below, planned, f"planned by {method}")):
+            _draw_timeline(axes, timeline, budget_bytes, unit)
+            axes.set_title(name, loc="left", pad=22)
+        below.set_xlabel(_STEPS)
+        figure.suptitle(title, x=0.01, ha="left", weight="bold", size="large")
+        _draw_legend(above, below)  # recomputation is in the lower one only
+
+    return painted(kind, (10, 8.6), paint)
+
+
+def painted(kind: str, inches: tuple[float, float], paint: Callable[[Figure], None]) -> bytes:
+    """What `paint` draws, in lowtide's style, as a file of `kind`."""
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
     buffer = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(10, 5.4), layout="constrained")
-        axes = figure.add_subplot()
-        unit = _unit(timeline.peak_bytes)
-        _draw_phases(axes, timeline)
-        _draw_stack(axes, timeline, unit)
-        _draw_budget(axes, timeline, budget_bytes, unit)
-        _draw_peak(axes, timeline, budget_bytes, unit)
-        _draw_frame(axes, timeline, title, unit)
+        figure = Figure(figsize=inches, layout="constrained")
+        paint(figure)
         figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     return buffer.getvalue()
 
@@ -181,7 +209,7 @@ def _draw_budget(axes: Axes, timeline: Timeline, budget_bytes: int | None, unit:
 def _draw_peak(axes: Axes, timeline: Timeline, budget_bytes: int | None, unit: tuple[str, int]) -> None:
     """An arrow to the peak, from its size and op: above it, and above the budget if that is close."""
     step, peak, op = timeline.peak_step or 0, timeline.peak_bytes, timeline.peak_op
-    where = "before the first step" if op is None else _shortened(op.label)
+    where = "before the first step" if op is None else without_middle(op.label, _LONGEST_LABEL)
     left = _peak_is_left(timeline)
     above = budget_bytes if budget_bytes is not None and peak < budget_bytes < _HEADROOM * peak else peak
     axes.annotate(
@@ -199,28 +227,28 @@ def _draw_peak(axes: Axes, timeline: Timeline, budget_bytes: int | None, unit: t
     axes.set_ylim(0, max(top, _HEADROOM * above / unit[1]))
 
 
-def _draw_frame(axes: Axes, timeline: Timeline, title: str, unit: tuple[str, int]) -> None:
+def _draw_timeline(axes: Axes, timeline: Timeline, budget_bytes: int | None, unit: tuple[str, int]) -> None:
+    _draw_phases(axes, timeline)
+    _draw_stack(axes, timeline, unit)
+    _draw_budget(axes, timeline, budget_bytes, unit)
+    _draw_peak(axes, timeline, budget_bytes, unit)
     axes.set_xlim(0, len(timeline.steps))
-    axes.set_xlabel("step (an op runs, or a value is freed)")
     axes.set_ylabel(f"held ({unit[0]})")
-    axes.set_title(title, loc="left", pad=22, weight="bold")
-    handles, labels = axes.get_legend_handles_labels()
+
+
+def _draw_legend(beside: Axes, of: Axes) -> None:
+    handles, labels = of.get_legend_handles_labels()
     # From top to bottom as in the stack.
-    axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    beside.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
 
 
 def _peak_is_left(timeline: Timeline) -> bool:
     return (timeline.peak_step or 0) < len(timeline.steps) / 2
 
 
-def _unit(peak_bytes: int) -> tuple[str, int]:
+def unit_of(peak_bytes: int) -> tuple[str, int]:
+    """What an axis up to `peak_bytes` is counted in."""
     for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if peak_bytes >= 1024**power:
             return name, 1024**power
     return "B", 1
-
-
-def _shortened(label: str) -> str:
-    """A label without its middle, where it is too long to be drawn."""
-    keep = _LONGEST_LABEL // 2 - 1
-    return label if len(label) <= _LONGEST_LABEL else f"{label[:keep]}…{label[-keep:]}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.report.console import console
 from lowtide.report.rounding import unit_for
 from lowtide.units import format_bytes
 
@@ -23,32 +22,30 @@ _ROOT = "(the model itself, batch, loss)"  # what no submodule owns
 
 def print_fit(fit: Fit, sizes: Mapping[str, int], notes: Sequence[str] = ()) -> None:
     """Print a prediction to stdout: the peak, what it is made of, where it is, and whether it fits."""
-    console = _console()
-    console.print(Text(headline(fit, sizes), style="bold"))
-    console.print(_peak(fit))
-    console.print()
-    console.print(_categories(fit))
-    console.print()
-    console.print(_modules(fit))
-    console.print()
+    page = console(_PIPED_WIDTH)
+    page.print(Text(headline(fit, sizes), style="bold"))
+    page.print(_peak(fit))
+    page.print()
+    page.print(_categories(fit))
+    page.print()
+    page.print(_modules(fit))
+    page.print()
     for line in [*_card(fit), *_verdict(fit)]:
-        console.print(line)
+        page.print(line)
     for note in (*fit.notes, *notes):
-        console.print(Text(f"note: {note}", style="dim"))
-    console.print(Text(f"predicted on {fit.predicted_on}", style="dim"))
+        page.print(Text(f"note: {note}", style="dim"))
+    page.print(Text(f"predicted on {fit.predicted_on}", style="dim"))
 
 
 def headline(fit: Fit, sizes: Mapping[str, int]) -> str:
     """What was asked, in one line: 'vgg19, batch 64, adamw, on cpu'."""
-    asked = [f"{size} {value}" for size, value in sizes.items()]
-    return ", ".join([fit.model, *asked, *filter(None, [fit.optimizer]), f"on {fit.device}"])
+    return asked(fit.model, sizes, fit.optimizer, fit.device)
 
 
-def _console() -> Console:
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
-    return console
+def asked(model: str, sizes: Mapping[str, int], optimizer: str | None, device: str) -> str:
+    """A step of training in one line."""
+    given = [f"{size} {value}" for size, value in sizes.items()]
+    return ", ".join([model, *given, *filter(None, [optimizer]), f"on {device}"])
 
 
 def _peak(fit: Fit) -> Text:

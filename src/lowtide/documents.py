@@ -1,0 +1,141 @@
+"""JSON documents of lowtide's own: written whole or not at all, read strictly.
+
+A file is data, never code: only JSON is parsed, and a `Reader` checks every field for its type.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from lowtide.errors import BadFile, BadRequest, MalformedGraph
+
+SCHEMA = 1
+_TOO_DEEP = "it is nested too deeply to be lowtide's"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` to `path` so that a reader sees the old file or the whole new one, never a part."""
+    target = Path(path)
+    try:
+        handle, scratch = tempfile.mkstemp(dir=target.parent or ".", prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+            os.chmod(scratch, 0o644)
+            os.replace(scratch, target)
+        except BaseException:
+            os.unlink(scratch)
+            raise
+    except OSError as error:
+        raise BadFile(path, f"{error.strerror}", doing="write") from None
+
+
+def write_document(path: str | os.PathLike[str], kind: str, fields: Mapping[str, Json]) -> None:
+    """Write a document of that kind ("graph", "plan")."""
+    document = {"lowtide": kind, "schema": SCHEMA, **fields}
+    write_text(path, json.dumps(document, separators=(",", ":"), allow_nan=False))
+
+
+def read_document(path: str | os.PathLike[str], kind: str) -> dict[str, Json]:
+    """The document of that kind that was written to `path`.
+
+    Raises:
+        BadFile: the file is missing, damaged, cut off, not lowtide's, or of another kind or schema.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise BadFile(path, f"{error.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadFile(path, "it is not text") from None
+    except RecursionError:
+        raise BadFile(path, _TOO_DEEP) from None
+    except json.JSONDecodeError as error:
+        raise BadFile(
+            path, f"it is not JSON from line {error.lineno}, column {error.colno}: damaged or cut off?"
+        ) from None
+    except ValueError as error:  # NaN, or a number of more digits than Python will read
+        raise BadFile(path, f"it holds an impossible number ({error})") from None
+    if not isinstance(document, dict) or document.get("lowtide") != kind:
+        raise BadFile(path, f"it is not a lowtide {kind} file")
+    schema = document.get("schema")
+    if type(schema) is not int or schema != SCHEMA:  # True equals 1
+        raise BadFile(
+            path,
+            f"it has schema {schema!r:.40}; this lowtide reads schema {SCHEMA}. "
+            "Write it again with this version",
+        )
+    return document
+
+
+def _refuse_constant(literal: str) -> float:
+    raise ValueError(f"{literal} is not JSON")
+
+
+@contextmanager
+def understanding(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn whatever a document's contents are refused for into BadFile."""
+    try:
+        yield
+    except (Unexpected, MalformedGraph, BadRequest) as error:
+        raise BadFile(path, str(error)) from None
+    except KeyError as error:
+        raise BadFile(path, f"'{error.args[0]}' is missing") from None
+    except RecursionError:
+        raise BadFile(path, _TOO_DEEP) from None
+
+
+class Unexpected(Exception):
+    """A field does not hold what it should; the message says which and what."""
+
+
+class Reader:
+    """One JSON value and where it stands in the file, read by what it should be."""
+
+    def __init__(self, json_value: Json, where: str) -> None:
+        self.json_value = json_value
+        self.where = where
+
+    def __getitem__(self, key: str) -> Reader:
+        if not isinstance(self.json_value, dict):
+            raise Unexpected(f"{self.where} should be an object")
+        if key not in self.json_value:
+            raise Unexpected(f"{self.where} has no '{key}'")
+        return Reader(self.json_value[key], f"{self.where}.{key}")
+
+    def of(self, kind: type[T]) -> T:
+        # bool is an int to Python but not to us
+        if not isinstance(self.json_value, kind) or (kind is int and isinstance(self.json_value, bool)):
+            raise Unexpected(f"{self.where} should be {kind.__name__}, found {self.json_value!r:.40}")
+        if isinstance(self.json_value, int) and self.json_value.bit_length() > 63:
+            raise Unexpected(f"{self.where} does not fit in 64 bits: {self.json_value!r:.40}")
+        return self.json_value
+
+    def number(self) -> float:
+        return self.of(float) if isinstance(self.json_value, float) else self.of(int)
+
+    def optional(self, kind: type[T]) -> T | None:
+        return None if self.json_value is None else self.of(kind)
+
+    def choice(self, kind: type[E]) -> E:
+        try:
+            return kind(self.of(str))
+        except ValueError:
+            raise Unexpected(f"{self.where} is {self.json_value!r:.40}, not one of {[*kind]}") from None
+
+    def many(self, read: Callable[[Reader], T]) -> tuple[T, ...]:
+        items: Iterable[Json] = self.of(list)
+        return tuple(read(Reader(item, f"{self.where}[{i}]")) for i, item in enumerate(items))
+
+    def ints(self) -> tuple[int, ...]:
+        return self.many(lambda item: item.of(int))

@@ -335,7 +335,7 @@ def varying_batches(small: bool) -> dict[str, Any]:
             "resnet18" if small else "resnet50", zoo.Sizes(batch=sizes[0], image=image)
         ).model
     batches = {size: (torch.randn(size, 3, image, image, device=device()),) for size in sizes}
-    return under_budget(model, [batches[size] for size in sizes], "70%", [f"batch {size}" for size in sizes])
+    return under_budget(model, [batches[size] for size in sizes], 0.3, [f"batch {size}" for size in sizes])
 
 
 class Depth(nn.Module):
@@ -362,21 +362,19 @@ def varying_paths(small: bool) -> dict[str, Any]:
     with torch.device(device()):
         model = Depth(blocks, width)
         x = torch.randn(*shape, width)
-    return under_budget(
-        model, [(x, depth) for depth in depths], "60%", [f"{depth} blocks" for depth in depths]
-    )
+    return under_budget(model, [(x, depth) for depth in depths], 0.3, [f"{depth} blocks" for depth in depths])
 
 
 def under_budget(
-    model: nn.Module, batches: Sequence[tuple[Any, ...]], budget: str, labels: Sequence[str]
+    model: nn.Module, batches: Sequence[tuple[Any, ...]], part: float, labels: Sequence[str]
 ) -> dict[str, Any]:
     def loss(output: torch.Tensor) -> torch.Tensor:
         return output.float().square().mean()
 
     first = Rehearsal(model, batches[0], loss)
-    plain_bytes = first.confirmed(solve(first.chain(), "keep-all")).confirmation
-    assert plain_bytes is not None
-    budget_bytes = int(float(budget.removesuffix("%")) / 100 * plain_bytes.plain_peak_bytes)
+    least = first.solve(first.chain(), "rotor").confirmation
+    assert least is not None
+    budget_bytes = least.peak_bytes + int(part * (least.plain_peak_bytes - least.peak_bytes))
     optimize(model, batches[0], budget=budget_bytes, loss=loss)
     steps: list[dict[str, Any]] = []
     for label, batch in zip(labels, batches, strict=True):
@@ -396,12 +394,7 @@ def under_budget(
         peak = reading.peak_bytes - others if device() == "cuda" else own + reading.growth_bytes
         model.zero_grad(set_to_none=True)
         steps.append({"step": label, "peak_bytes": peak, "seconds_with_planning": planning})
-    return {
-        "budget": budget,
-        "budget_bytes": budget_bytes,
-        "plain_bytes": plain_bytes.plain_peak_bytes,
-        "steps": steps,
-    }
+    return {"budget_bytes": budget_bytes, "plain_bytes": least.plain_peak_bytes, "steps": steps}
 
 
 def bytes_of(batch: tuple[Any, ...]) -> int:

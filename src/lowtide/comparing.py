@@ -55,6 +55,7 @@ class Row:
     extra_seconds_ratio: float | None = None
     measured_peak_bytes: int | None = None
     measured_ratio: float | None = None
+    measured_seconds: float | None = None
     measured_seconds_ratio: float | None = None
     objective_bytes: int | None = None
     planning_seconds: float | None = None
@@ -225,6 +226,7 @@ def _row(
         extra_seconds_ratio=tried.extra_seconds / tried.plain_seconds if solution.chain.timed else None,
         measured_peak_bytes=reading.peak_bytes if reading else None,
         measured_ratio=reading.peak_bytes / plain.peak_bytes if reading and plain else None,
+        measured_seconds=reading.seconds if reading else None,
         measured_seconds_ratio=reading.seconds / plain.seconds if reading and plain else None,
         objective_bytes=solution.objective_bytes,
         planning_seconds=solution.planning_seconds,

@@ -273,7 +273,6 @@ class _Sizes:
         rounded = allocator_of(graph.device).held
         self.held = [rounded(graph.counted_bytes(value.id)) for value in graph.values]
         self.live = timeline.live_bytes.astype(np.int64)
-        self.resident_bytes = timeline.resident_bytes
         self.at: dict[int, int] = {}  # where in the schedule an op is
         self.born: dict[int, int] = {}
         self.dies: dict[int, int] = {}
@@ -290,7 +289,14 @@ class _Sizes:
         for value in self.aside:  # counted with what is always there
             born, dies = self.born[value], self.dies.get(value, len(self.live))
             self.live[born:dies] -= self.held[value]
-        self.live -= self.resident_bytes
+        self.live -= self.there_bytes
+
+    @cached_property
+    def there_bytes(self) -> int:
+        """What is there all the time. Gradients of the step before are not, if this one drops them first."""
+        first = self.at[self.places[0]]
+        there = [value for value in self.step.graph.resident if self.dies.get(value, first) >= first]
+        return sum(self.held[value] for value in there)
 
     def _layers_of_values(self) -> dict[int, int]:
         """The layer (1 … n) whose forward makes a value. What ran before the model belongs to the first."""
@@ -359,7 +365,7 @@ class _Sizes:
             output_saved_by_next=tuple(by_next),
             forward_seconds=tuple(forward),
             backward_seconds=tuple(backward),
-            base_bytes=self.resident_bytes + sum(self.held[value] for value in self.aside),
+            base_bytes=self.there_bytes + sum(self.held[value] for value in self.aside),
             name=self.step.graph.name,
             names=tuple(self._name(first, stop) for first, stop in pairwise(self.places)),
             kinds=tuple(self._kind(first, stop) for first, stop in pairwise(self.places)),
@@ -371,7 +377,7 @@ class _Sizes:
 
     def _worst_forward(self, k: int, fading: int) -> int:
         """The most that is live while layer k runs forward, less its input if that is not saved."""
-        first = self.at[self.places[k - 1]] if k > 1 else 0
+        first = self.at[self.places[k - 1]]
         stop = self.at[self.places[k]] if k < self.n else self.backward_start
         live = self.live[first:stop].copy()
         if fading >= 0 and fading not in self.aside:

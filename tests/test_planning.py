@@ -110,7 +110,8 @@ def test_one_line_plans_and_one_applies() -> None:
     solution = plan(model, BATCH, loss=square, profile=False)
     assert solution.confirmation is not None
     assert solution.status is Status.OPTIMAL
-    assert solution.peak_bytes == solution.confirmation.peak_bytes
+    states = solution.confirmation.peak_bytes - solution.peak_bytes  # random ones, which the chain leaves out
+    assert 0 <= states <= (len(solution.checkpoints) + 1) * torch.get_rng_state().numel()
     # Plain training keeps eight tensors; four segments of two keep at most three, and recompute two.
     plain = solution.confirmation.plain_peak_bytes
     assert plain - solution.confirmation.peak_bytes >= 3 * TENSOR
@@ -239,7 +240,8 @@ def test_a_budget_below_the_floor_names_the_floor_and_the_layer() -> None:
     error = caught.value
     assert error.needed_by in str(error)
     solution = plan(model, BATCH, loss=square, budget=error.least_bytes, method="rotor", profile=False)
-    assert solution.peak_bytes <= error.least_bytes
+    assert solution.confirmation is not None
+    assert solution.confirmation.peak_bytes <= error.least_bytes
 
 
 def test_an_unknown_method_is_refused_with_the_nearest() -> None:

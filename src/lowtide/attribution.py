@@ -31,7 +31,6 @@ class Attribution:
     def __init__(self, models: Sequence[nn.Module], clock: Callable[[], int] = int) -> None:
         self.calls: list[Call] = []
         self._clock = clock
-        self._models = models
         self._paths = {id(module): path for model in models for path, module in model.named_modules()}
         self._owner: dict[int, str] = {}
         self._stack: list[tuple[Place, int]] = []  # with the op at which the call began
@@ -51,13 +50,13 @@ class Attribution:
         self._place_of_node.clear()
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def following(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """Listen while the block runs, through PyTorch's global hooks.
 
         Those are called before a module's own. What a module's own hooks do belongs to its call, so where
         it has some, one more is added to the end of them, for as long as the block runs.
         """
-        hooked = [module for model in self._models for module in model.modules() if module._forward_hooks]
+        hooked = [module for model in models for module in model.modules() if module._forward_hooks]
         self._hooked = {id(module) for module in hooked}
         handles = [
             register_module_forward_pre_hook(self._enter_module),

@@ -36,12 +36,13 @@ from lowtide.solution import Solution
 from lowtide.taping import Listening, Made, Slots, Tape, replay_tape
 
 Model = TypeVar("Model", bound=nn.Module)
-Buffer = tuple[nn.Module, str]
-Replan = Callable[[tuple[Any, ...], dict[str, Any]], Solution]
+Buffer = tuple[str, str]  # the module that has it, seen from the unit that changes it, and its name
+Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Solution]
 ON_NEW_INPUTS = ("warn", "error", "ignore")
 
 _ROOT: Unit = ("", 0)
 _ATTRIBUTE = "_lowtide_segments"
+_SCRATCH = "_lowtide_scratch"
 
 
 def apply(
@@ -56,7 +57,7 @@ def apply(
     The plan holds for inputs of the planned shapes, and for the path through the model that they took.
     With others gradients are still right, but the peak is not the promised one: `on_new_inputs` says
     whether to "warn" once, raise an "error" or "ignore" it. If `replan` is given it is called instead for
-    new inputs, with the model's arguments, and its plan takes over for these; see `lowtide.optimize`.
+    new inputs, with the model and its arguments, and its plan takes over for these; see `lowtide.optimize`.
 
     Raises:
         CannotApply: the plan was made for a model with other parameters.
@@ -77,6 +78,8 @@ def remove(model: nn.Module) -> None:
     runner = model.__dict__.pop(_ATTRIBUTE, None)
     if isinstance(runner, _Runner):
         runner.detach()
+    for module in model.modules():
+        module.__dict__.pop(_SCRATCH, None)
 
 
 @contextmanager
@@ -133,7 +136,10 @@ def _course(model: nn.Module, solution: Solution) -> _Course:
 
 
 class _Runner:
-    """The hooks of one applied plan. Holds no module and no tensor between steps."""
+    """The hooks of one applied plan.
+
+    It refers to modules by their paths alone: the model refers to it, and a circle would keep both alive.
+    """
 
     def __init__(self, course: _Course, on_new_inputs: str, replan: Replan | None) -> None:
         self.course = course
@@ -142,7 +148,7 @@ class _Runner:
         self.known = {course.inputs: course}
         self.told: set[str] = set()
         self.handles: list[RemovableHandle] = []
-        self.buffers: dict[nn.Module, tuple[Buffer, ...]] = {}  # that change in the call of a unit
+        self.buffers: dict[str, tuple[Buffer, ...]] = {}  # that change in the call of a unit
         self.local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,7 +172,7 @@ class _Runner:
         self.buffers.clear()
         for path in {path for path, _ in placement.units}:
             inside = [(owner, name) for owner, _, name in changed if f"{owner}.".startswith(f"{path}.")]
-            self.buffers[modules[path]] = tuple((modules[owner], name) for owner, name in inside)
+            self.buffers[path] = tuple((owner[len(path) + 1 :], name) for owner, name in inside)
 
     def _hook(self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
         self.handles += [
@@ -238,7 +244,7 @@ class _Runner:
             self._unsuited(difference)
             return
         self._tell("replan", f"{difference}. New inputs are planned for when they are met first.")
-        self.known[given] = _course(model, self.replan(args, kwargs))
+        self.known[given] = _course(model, self.replan(model, args, kwargs))
         self._switch(model, self.known[given])
 
     def _switch(self, model: nn.Module, course: _Course) -> None:
@@ -293,20 +299,23 @@ class _Runner:
 
     # Buffers --------------------------------------------------------------------------------------------
 
-    def before(self, module: nn.Module) -> dict[Buffer, torch.Tensor]:
-        """Copies of the buffers that running `module` again must see as they are now.
+    def before(self, path: str, module: nn.Module) -> dict[Buffer, torch.Tensor]:
+        """Copies of the buffers that running a unit again must see as they are now.
 
         Running statistics are not among them: in training they are written, not read.
         """
         return {
-            (owner, name): owner._buffers[name].clone()  # type: ignore[union-attr]
-            for owner, name in self.buffers.get(module, ())
-            if not isinstance(owner, nn.modules.batchnorm._NormBase)
+            (owner, name): buffer.clone()
+            for owner, name in self.buffers[path]
+            if not isinstance(module.get_submodule(owner), nn.modules.batchnorm._NormBase)
+            and (buffer := module.get_submodule(owner)._buffers[name]) is not None
         }
 
-    def again(self, module: nn.Module, before: Mapping[Buffer, torch.Tensor]) -> Callable[..., Any]:
-        """What to call to run `module` again without changing its buffers again."""
-        changed = self.buffers.get(module, ())
+    def again(
+        self, path: str, module: nn.Module, before: Mapping[Buffer, torch.Tensor]
+    ) -> Callable[..., Any]:
+        """What to call to run a unit again without changing its buffers again."""
+        changed = self.buffers[path]
         return partial(_with_copies, module, changed, before) if changed else module
 
 
@@ -317,16 +326,36 @@ def _with_copies(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call `module` with copies in place of the buffers that it changes."""
-    real = [owner._buffers[name] for owner, name in changed]
+    """Call `module` with others in place of the buffers that it changes."""
+    owners = [module.get_submodule(owner) for owner, _ in changed]
+    real = [owner._buffers[name] for owner, (_, name) in zip(owners, changed, strict=True)]
     try:
-        for (owner, name), buffer in zip(changed, real, strict=True):
+        for owner, buffer, key in zip(owners, real, changed, strict=True):
             if buffer is not None:
-                owner._buffers[name] = before.get((owner, name), buffer).clone()
+                owner._buffers[key[1]] = (
+                    before[key].clone() if key in before else _scratch(owner, key[1], buffer)
+                )
         return module(*args, **kwargs)
     finally:
-        for (owner, name), buffer in zip(changed, real, strict=True):
+        for owner, buffer, (_, name) in zip(owners, real, changed, strict=True):
             owner._buffers[name] = buffer
+
+
+def _scratch(owner: nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
+    """Something like `buffer` for a recomputation to write to: what is in it is never read.
+
+    It stays with its module, for copying statistics at every recomputation would be a kernel each.
+    """
+    kept: dict[str, torch.Tensor] = owner.__dict__.setdefault(_SCRATCH, {})
+    found = kept.get(name)
+    if found is None or (type(found), found.device, found.dtype, found.shape) != (
+        type(buffer),
+        buffer.device,
+        buffer.dtype,
+        buffer.shape,
+    ):
+        found = kept[name] = torch.zeros_like(buffer)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +380,7 @@ class _Pass:
         self.calls: Counter[str] = Counter()
         self.slots = Slots()
         self.open: list[_Open] = []
-        self.listening = Listening(self.slots, lambda: self.open[-1].tape)
+        self.listening = Listening(self.slots)
         self.hooks = _saving_hooks()
         self.is_listening = False
         self.unit: Unit | None = None  # the unit whose call is running
@@ -371,7 +400,7 @@ class _Pass:
             self._listen(False)
             if self.open:
                 self._check_undisturbed()
-                self.pending = (self.slots.written((args, kwargs)), self.runner.before(module))
+                self.pending = (self.slots.written((args, kwargs)), self.runner.before(path, module))
 
     def leave(self, path: str, module: nn.Module, output: Any) -> None:
         """The call of a module has ended."""
@@ -383,7 +412,7 @@ class _Pass:
             if self.pending is not None:
                 (args, kwargs), before = self.pending
                 self.pending = None
-                again = self.runner.again(module, before)
+                again = self.runner.again(path, module, before)
                 self.open[-1].tape.entries.append(Made(again, args, kwargs, self.slots.fills(output)))
             self._listen(bool(self.open))
         self.cross(Edge(call, ends=True), output)
@@ -424,6 +453,7 @@ class _Pass:
 
     def _listen(self, wanted: bool) -> None:
         if wanted and not self.is_listening:
+            self.listening.tape = self.open[-1].tape
             self.listening.__enter__()  # type: ignore[no-untyped-call]
             self.is_listening = True
         elif not wanted and self.is_listening:

@@ -108,12 +108,12 @@ class Slots:
 
 
 class Listening(TorchFunctionMode):
-    """Writes down the torch functions that are called while it is on."""
+    """Writes down on `tape` the torch functions that are called while it is on."""
 
-    def __init__(self, slots: Slots, tape: Callable[[], Tape]) -> None:
+    def __init__(self, slots: Slots) -> None:
         super().__init__()
+        self.tape = Tape(())
         self._slots = slots
-        self._tape = tape
 
     def __torch_function__(
         self,
@@ -127,7 +127,7 @@ class Listening(TorchFunctionMode):
         result = func(*args, **kwargs)
         fills = self._slots.fills(result)
         if fills or _changes(func):  # a question about a shape need not be asked again
-            self._tape().entries.append(Made(func, written[0], written[1], fills))
+            self.tape.entries.append(Made(func, written[0], written[1], fills))
         return result
 
 

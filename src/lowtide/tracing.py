@@ -102,7 +102,7 @@ def dry_run(
             stack.enter_context(cuda_rules())
         elif builder.device == "cpu":
             stack.enter_context(_random_states_counted())
-        stack.enter_context(follow.following())
+        stack.enter_context(follow.following(models))
         stack.enter_context(recorder)
         for _ in range(warmup):
             step()

@@ -282,7 +282,6 @@ def epochs(small: bool) -> dict[str, Any]:
             run["equal_losses"] = not any(differences)
             run["largest_difference"] = max(differences)
             run["seconds_ratio"] = run["seconds"] / plain["seconds"]
-            run["peak_ratio"] = run["peak_bytes"] / plain["peak_bytes"] if plain["peak_bytes"] else None
             run["losses"] = [run["losses"][0], run["losses"][-1]]
     return found
 
@@ -306,10 +305,6 @@ def trained(
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     losses = []
-    if device() == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(passes):
         order = torch.randperm(len(images)).split(batch)
@@ -321,8 +316,7 @@ def trained(
             losses.append(loss.detach())
     numbers = [loss.item() for loss in losses]
     seconds = time.perf_counter() - started
-    peak = torch.cuda.max_memory_allocated() if device() == "cuda" else 0
-    return {"losses": numbers, "seconds": seconds, "peak_bytes": peak}
+    return {"losses": numbers, "seconds": seconds}
 
 
 def varying_batches(small: bool) -> dict[str, Any]:

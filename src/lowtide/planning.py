@@ -20,7 +20,7 @@ from lowtide.graph import Phase
 from lowtide.plans import Plan
 from lowtide.segments import Model, apply, described_inputs, fingerprint, set_aside
 from lowtide.solution import Confirmation, Solution
-from lowtide.solvers import solve
+from lowtide.solvers import default_method, solve
 from lowtide.solvers.method import Method
 from lowtide.tracing import Trace
 from lowtide.training import Arguments, Example, Loss, arguments
@@ -172,7 +172,7 @@ def plan(
     example: Example,
     *,
     budget: str | int | None = None,
-    method: str | Method = "hong-linear",
+    method: str | Method | None = None,
     loss: Loss | None = None,
     optimizer: str | None = None,
     granularity: str | Granularity = Granularity.LAYER,
@@ -187,7 +187,8 @@ def plan(
     The model is cut into a chain (`granularity` "fine", "layer" or "block", or around the `modules`
     named), `method` chooses, and the plan is tried out: `solution.confirmation.peak_bytes` is the peak
     of a dry run of the whole step with the plan applied. With a `budget`, in bytes or as a part of the
-    plain peak ("60%"), that peak is within it. Without one the method minimises what it minimises.
+    plain peak ("60%"), that peak is within it. Without one the method minimises what it minimises. Unless
+    told, rotor plans within a budget and hong-linear without one.
 
     `example`, `loss`, `optimizer`, `device` and `profile` are as in `lowtide.fit`. The model is left as
     it was, a plan that it has included; `lowtide.apply(model, solution)` puts the new one to work.
@@ -199,7 +200,7 @@ def plan(
         CannotTrace: the dry run cannot follow the step.
     """
     rehearsal = Rehearsal(model, example, loss, optimizer, device, profile, name, progress)
-    return rehearsal.solve(rehearsal.chain(granularity, modules), method, budget)
+    return rehearsal.solve(rehearsal.chain(granularity, modules), method or default_method(budget), budget)
 
 
 def optimize(
@@ -207,7 +208,7 @@ def optimize(
     example: Example,
     *,
     budget: str | int | None = None,
-    method: str | Method = "rotor",
+    method: str | Method | None = None,
     loss: Loss | None = None,
     optimizer: str | None = None,
     granularity: str | Granularity = Granularity.LAYER,
@@ -229,8 +230,9 @@ def optimize(
     """
     first = Rehearsal(model, example, loss, optimizer, device, profile)
     budget_bytes = None if budget is None else parse_budget(budget, _peak_bytes(first.plain))
-    solution = first.solve(first.chain(granularity, modules), method, budget_bytes)
-    again = _Again(loss, optimizer, device, profile, granularity, modules, method, budget_bytes)
+    chosen = method or default_method(budget)
+    solution = first.solve(first.chain(granularity, modules), chosen, budget_bytes)
+    again = _Again(loss, optimizer, device, profile, granularity, modules, chosen, budget_bytes)
     return apply(model, solution, replan=again)
 
 

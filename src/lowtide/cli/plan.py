@@ -16,16 +16,13 @@ from lowtide.cli.options import (
     plot_option,
     step_options,
 )
-from lowtide.cli.preparing import check_can_draw, check_methods, load_model, rehearsed
+from lowtide.cli.preparing import check_can_draw, chosen_method, load_model, rehearsed
 from lowtide.cli.quiet import hush_libraries, undisturbed
 
 if TYPE_CHECKING:
     from lowtide.planning import Rehearsal
     from lowtide.solution import Solution
     from lowtide.zoo.setup import Setup
-
-_WITHIN_A_BUDGET = "rotor"
-_WITHOUT = "hong-linear"
 
 
 @click.command("plan")
@@ -65,8 +62,7 @@ def command(
     """
     hush_libraries()
     check_can_draw(plot)
-    chosen = method or (_WITHOUT if budget is None else _WITHIN_A_BUDGET)
-    check_methods([chosen])
+    chosen = chosen_method(method, budget)
     with undisturbed():
         setup = load_model(model, sizes)
         rehearsal = rehearsed(setup, optimizer=optimizer, device=device, profile=profile)

@@ -29,6 +29,14 @@ def check_methods(names: Iterable[str]) -> None:
             raise UnknownMethod(name, methods())
 
 
+def chosen_method(name: str | None, budget: str | None) -> str:
+    """The method asked for, or the one that plans where none is. Raises UnknownMethod."""
+    from lowtide.solvers import default_method
+
+    check_methods([name] if name else [])
+    return name or default_method(budget)
+
+
 def default_device() -> str:
     """Where a step will run if nobody says where."""
     import torch

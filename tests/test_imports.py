@@ -36,6 +36,7 @@ CORE = {
     "graph",
     "keeping",
     "layout",
+    "placing",
     "plans",
     "schedule",
     "simulation",

@@ -121,10 +121,9 @@ def plan_apply_and_train() -> bool:
     reading = lowtide.measure(step, device="cpu")
     peak = rehearsal.plain.timeline.resident_bytes + reading.growth_bytes
     print(f"   measured{lowtide.format_bytes(peak):>10}")
-    print(
-        f"   losses of {STEPS} steps are {'equal' if losses[0] == losses[1] else 'different'} to plain training's"
-    )
-    return peak <= budget and losses[0] == losses[1]
+    same = losses[0] == losses[1]
+    print(f"   losses of {STEPS} steps: {'those' if same else 'not those'} of plain training")
+    return peak <= budget and same
 
 
 def trained(model: nn.Module, batch: Example, loss: Loss | None) -> list[float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from lowtide import zoo
 from lowtide.measurement import measure
 from lowtide.profiling import profile
 from lowtide.tracing import dry_run
+from transformer_models import small_transformer
 
 Step = Callable[[], object]
 Made = tuple[nn.Module, Step]
@@ -46,33 +46,7 @@ def from_zoo(name: str, **sizes: int) -> Made:
 
 
 def from_hf(kind: str, checkpointing: bool = False) -> Made:
-    transformers = pytest.importorskip("transformers")
-    transformers.logging.set_verbosity_error()
-    torch.manual_seed(0)
-    small = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
-    text = {**small, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    ids = torch.randint(3, 300, (4, 48))
-    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if kind == "gpt2":
-        sizes = {
-            "n_embd": 64,
-            "n_layer": 3,
-            "n_head": 4,
-            "vocab_size": 300,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-        }
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False))
-    elif kind == "bert":
-        model = transformers.BertForMaskedLM(transformers.BertConfig(**text))
-    elif kind == "llama":
-        config = transformers.LlamaConfig(**text, num_key_value_heads=2, use_cache=False)
-        model = transformers.LlamaForCausalLM(config)
-    else:
-        config = transformers.ViTConfig(**small, image_size=32, patch_size=8, num_labels=5)
-        model = transformers.ViTForImageClassification(config)
-        batch = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(0, 5, (4,))}
-    model.train()
+    model, batch = small_transformer(kind)
     if checkpointing:
         model.gradient_checkpointing_enable()
     return model, lambda: model(**batch).loss.backward()

@@ -34,6 +34,7 @@ from lowtide.solvers import methods, solve
 from lowtide.tracing import Trace
 from lowtide.training import Example, Loss, arguments
 from lowtide.unrolling import replay
+from transformer_models import KINDS, small_transformer
 
 ALL_METHODS = [name for name in methods() if name != "exhaustive"]
 
@@ -52,6 +53,9 @@ SMALL: dict[str, dict[str, int]] = {
 }
 
 
+LARGER: dict[str, dict[str, int]] = {"inception_v3": {"batch": 2, "image": 299}}
+
+
 @dataclass(frozen=True)
 class Work:
     model: nn.Module
@@ -64,7 +68,7 @@ class Work:
 
 def from_zoo(name: str) -> Work:
     torch.manual_seed(0)
-    work = zoo.workload(name, zoo.Sizes(**SMALL[name]))
+    work = zoo.workload(name, zoo.Sizes(**{**SMALL, **LARGER}[name]))
     assert work.loss is not None
     return Work(work.model, work.kwargs or work.args, work.loss)
 
@@ -163,6 +167,37 @@ def can(method: str, chain: Chain) -> bool:
 @pytest.mark.parametrize("name", ["vgg11_bn", "resnet18", "densenet121", "unet", "gpt", "vit"])
 def test_plans_of_any_shape_give_the_gradients_of_plain_training(name: str) -> None:
     check(from_zoo(name), some_plans)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("granularity", ["layer", "block"])
+def test_transformers_of_hugging_face_are_planned_by_layer_and_by_block(kind: str, granularity: str) -> None:
+    model, batch = small_transformer(kind)
+    work = Work(model, batch, lambda output: output.loss)
+    rehearsal = work.rehearsal()
+    chain = rehearsal.chain(granularity)
+    plain = outcome(work)
+    for method in ("chen-recursive", "hong-linear", "rotor"):
+        solution = rehearsal.solve(chain, method)
+        assert solution.confirmation is not None
+        assert solution.confirmation.peak_bytes < solution.confirmation.plain_peak_bytes
+        apply(model, solution)
+        assert_same(outcome(work), plain)
+        remove(model)
+
+
+def test_a_cache_that_the_forward_fills_is_as_it_was_when_it_is_run_again() -> None:
+    model, batch = small_transformer("gpt2", use_cache=True)
+    assert model(**batch).past_key_values is not None
+    check(Work(model, batch, lambda output: output.loss), lambda n: [Plan.at(range(1, n)), Plan.at([n // 2])])
+
+
+def test_inception_with_its_branches_is_planned_too() -> None:
+    work = from_zoo("inception_v3")
+    chain = work.rehearsal().chain()
+    plain = outcome(work)
+    apply(work.model, solve(chain, "rotor"))
+    assert_same(outcome(work), plain)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "preresnet20", "gpt", "lstm"])

@@ -98,8 +98,8 @@ class Rehearsal:
                 raise CannotApply(
                     "running a part of the model again does not save what it saved before: "
                     f"{str(error.__cause__).splitlines()[0]}\n"
-                    "Something in its forward depends on more than its inputs, such as a cache that it fills "
-                    "(use_cache=False) or a custom autograd function called outside of any module."
+                    "Something in its forward depends on more than its inputs, or a custom autograd function "
+                    "is called outside of any module: put it into one."
                 ) from error
         _refuse_changes_made_twice(trace)
         return trace

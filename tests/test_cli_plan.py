@@ -31,6 +31,7 @@ def four(batch=64):
         return nn.Sequential(*parts), (torch.ones(batch, 16),), torch.sum
 """
 KEEP_ALL, LEAST = 34816, 31744
+PROMISED = 31979  # on CUDA a budget leaves a hundredth of what is not resident to the allocator
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +177,7 @@ def test_compare_as_json_has_a_row_a_method_and_says_why_there_is_no_plan() -> N
     assert plain["predicted_peak_bytes"] == KEEP_ALL
     assert (plain["status"], plain["checkpoints"], plain["ratio"]) == ("optimal", [], 1.0)
     assert plain["measured_peak_bytes"] is plain["extra_seconds_ratio"] is None
-    assert f"the least it reaches is 31.0 KiB ({LEAST} bytes), needed by 2 … 3" in rotor["problem"]
+    assert f"the least it reaches is 31.2 KiB ({PROMISED} bytes), needed by 2 … 3" in rotor["problem"]
     assert "feng-huang takes no budget" in feng_huang["problem"]
     assert rotor["predicted_peak_bytes"] is None
 
@@ -308,7 +309,7 @@ def test_a_bad_request_is_refused_in_words_with_exit_code_two(
     [
         (
             ["--budget", "20000"],
-            "error: no plan of rotor fits in 19.5 KiB: the least it reaches is 31.0 KiB (31744 bytes), "
+            "error: no plan of rotor fits in 19.5 KiB: the least it reaches is 31.2 KiB (31979 bytes), "
             "needed by 2 … 3. Raise the budget to at least that, shrink the batch, or cut the model finer.",
         ),
         (["--budget", "95%", "--method", "chen-sqrt"], "error: chen-sqrt takes no budget: it minimises"),

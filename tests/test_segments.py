@@ -342,6 +342,35 @@ def test_statistics_advance_once_a_step() -> None:
     assert outcome_of_three.state["1.num_batches_tracked"] == 3
 
 
+def test_statistics_that_are_frozen_later_are_read_and_stay() -> None:
+    work = convolutions()
+    chain = work.rehearsal().chain("fine")
+    outcome_before = {key: value.clone() for key, value in work.model.state_dict().items()}
+    for module in work.model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+            for statistic in (module.running_mean, module.running_var):
+                assert statistic is not None
+                nn.init.uniform_(statistic)
+    plain = outcome(work)
+    apply(work.model, solution_of(chain, Plan.at([4, 8])))
+    assert_same(outcome(work), plain)
+    assert not torch.equal(plain.state["1.running_mean"], outcome_before["1.running_mean"])
+
+
+def test_statistics_that_begin_to_move_later_advance_once() -> None:
+    work = convolutions()
+    norms = [module for module in work.model.modules() if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.eval()
+    chain = work.rehearsal().chain("fine")
+    for norm in norms:
+        norm.train()
+    plain = outcome(work)
+    apply(work.model, solution_of(chain, Plan.at([4, 8])))
+    assert_same(outcome(work), plain)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_respected(dtype: torch.dtype) -> None:
     check(convolutions(), some_plans, context=lambda: torch.autocast("cpu", dtype=dtype))
@@ -689,6 +718,16 @@ def test_a_change_that_would_be_made_twice_is_refused() -> None:
     rehearsal = work.rehearsal()
     with pytest.raises(CannotApply, match="would change seen a second time"):
         rehearsal.confirmed(solution_of(rehearsal.chain(), Plan.at([2])))
+
+
+def test_a_buffer_that_begins_to_change_later_is_an_error() -> None:
+    work = Work(Spectral().eval(), (torch.randn(4, 16),), square)
+    solution = solution_of(work.rehearsal().chain(), Plan.at([2]))
+    work.model.train()
+    apply(work.model, solution)
+    with pytest.raises(CannotApply, match=r"layers\.0\.parametrizations\.weight\.0\._u changes"):
+        work.model(torch.randn(4, 16))
+    assert saving_hooks() is None
 
 
 class Saving(torch.autograd.Function):

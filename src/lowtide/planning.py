@@ -16,7 +16,7 @@ from lowtide.chain import Chain
 from lowtide.cutting import Granularity, Step, chain_of
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.fitting import Progress, trace_training
-from lowtide.graph import Phase
+from lowtide.graph import Phase, Role
 from lowtide.plans import Plan
 from lowtide.segments import Model, apply, described_inputs, fingerprint, set_aside
 from lowtide.solution import Confirmation, Solution
@@ -275,11 +275,12 @@ def _granularity(name: str) -> Granularity:
 
 
 def _refuse_changes_made_twice(trace: Trace) -> None:
-    resident = set(trace.graph.resident)
+    values = trace.graph.values
+    users = {value for value in trace.graph.resident if values[value].role is not Role.INTERMEDIATE}
     for op in trace.graph.ops:
-        changed = resident.intersection(op.mutates) if op.phase is Phase.RECOMPUTE else ()
+        changed = users.intersection(op.mutates) if op.phase is Phase.RECOMPUTE else ()
         for value in changed:
             raise CannotApply(
-                f"recomputing {op.label} would change {trace.graph.values[value].name} a second time. "
+                f"recomputing {op.label} would change {values[value].name} a second time. "
                 "Move that change into a module of its own, so that it can be done once."
             )

@@ -6,8 +6,8 @@ checkpoints around whatever the user's code does between. What it does is writte
 of its `state_dict`; where gradients are off, nothing happens at all.
 
 PyTorch restores random streams and autocast when it recomputes. Two things are added here: buffers that
-the forward changes, such as the running statistics of BatchNorm, are changed by the first run alone, and
-a forward that fails closes what it had opened.
+the forward changes, such as the running statistics of BatchNorm, are changed by the first run alone (see
+`buffers`), and a forward that fails closes what it had opened.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 from torch.utils.hooks import RemovableHandle
 
+from lowtide.buffers import Before, UnitBuffers, forget_scratch
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.placing import Edge, Placement, Unit, place
 from lowtide.solution import Solution
 from lowtide.taping import Listening, Made, Slots, Tape, replay_tape
 
 Model = TypeVar("Model", bound=nn.Module)
-Buffer = tuple[str, str]  # the module that has it, seen from the unit that changes it, and its name
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Solution]
 ON_NEW_INPUTS = ("warn", "error", "ignore")
 
 _ROOT: Unit = ("", 0)
 _ATTRIBUTE = "_lowtide_segments"
-_SCRATCH = "_lowtide_scratch"
 
 
 def apply(
@@ -78,8 +77,7 @@ def remove(model: nn.Module) -> None:
     runner = model.__dict__.pop(_ATTRIBUTE, None)
     if isinstance(runner, _Runner):
         runner.detach()
-    for module in model.modules():
-        module.__dict__.pop(_SCRATCH, None)
+    forget_scratch(model)
 
 
 @contextmanager
@@ -148,7 +146,7 @@ class _Runner:
         self.known = {course.inputs: course}
         self.told: set[str] = set()
         self.handles: list[RemovableHandle] = []
-        self.buffers: dict[str, tuple[Buffer, ...]] = {}  # that change in the call of a unit
+        self.buffers: dict[str, UnitBuffers] = {}
         self.local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,11 +166,10 @@ class _Runner:
                 raise CannotApply(f"the plan speaks of a module '{path}', which the model does not have.")
             self._hook(modules[path], partial(self._enter, path), partial(self._leave, path))
         self._hook(model, self._begin, self._end)
-        changed = [name.rpartition(".") for name in self.course.changed_buffers]
-        self.buffers.clear()
-        for path in {path for path, _ in placement.units}:
-            inside = [(owner, name) for owner, _, name in changed if f"{owner}.".startswith(f"{path}.")]
-            self.buffers[path] = tuple((owner[len(path) + 1 :], name) for owner, name in inside)
+        self.buffers = {
+            path: UnitBuffers(path, modules[path], self.course.changed_buffers)
+            for path in {path for path, _ in placement.units}
+        }
 
     def _hook(self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
         self.handles += [
@@ -297,66 +294,6 @@ class _Runner:
             raise
         close(generator)
 
-    # Buffers --------------------------------------------------------------------------------------------
-
-    def before(self, path: str, module: nn.Module) -> dict[Buffer, torch.Tensor]:
-        """Copies of the buffers that running a unit again must see as they are now.
-
-        Running statistics are not among them: in training they are written, not read.
-        """
-        return {
-            (owner, name): buffer.clone()
-            for owner, name in self.buffers[path]
-            if not isinstance(module.get_submodule(owner), nn.modules.batchnorm._NormBase)
-            and (buffer := module.get_submodule(owner)._buffers[name]) is not None
-        }
-
-    def again(
-        self, path: str, module: nn.Module, before: Mapping[Buffer, torch.Tensor]
-    ) -> Callable[..., Any]:
-        """What to call to run a unit again without changing its buffers again."""
-        changed = self.buffers[path]
-        return partial(_with_copies, module, changed, before) if changed else module
-
-
-def _with_copies(
-    module: nn.Module,
-    changed: Sequence[Buffer],
-    before: Mapping[Buffer, torch.Tensor],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call `module` with others in place of the buffers that it changes."""
-    owners = [module.get_submodule(owner) for owner, _ in changed]
-    real = [owner._buffers[name] for owner, (_, name) in zip(owners, changed, strict=True)]
-    try:
-        for owner, buffer, key in zip(owners, real, changed, strict=True):
-            if buffer is not None:
-                owner._buffers[key[1]] = (
-                    before[key].clone() if key in before else _scratch(owner, key[1], buffer)
-                )
-        return module(*args, **kwargs)
-    finally:
-        for owner, buffer, (_, name) in zip(owners, real, changed, strict=True):
-            owner._buffers[name] = buffer
-
-
-def _scratch(owner: nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
-    """Something like `buffer` for a recomputation to write to: what is in it is never read.
-
-    It stays with its module, for copying statistics at every recomputation would be a kernel each.
-    """
-    kept: dict[str, torch.Tensor] = owner.__dict__.setdefault(_SCRATCH, {})
-    found = kept.get(name)
-    if found is None or (type(found), found.device, found.dtype, found.shape) != (
-        type(buffer),
-        buffer.device,
-        buffer.dtype,
-        buffer.shape,
-    ):
-        found = kept[name] = torch.zeros_like(buffer)
-    return found
-
 
 @dataclass(frozen=True, slots=True)
 class _Open:
@@ -367,7 +304,8 @@ class _Open:
     hooks: object
 
 
-_Pending: TypeAlias = tuple[tuple[Any, Any], dict[Buffer, torch.Tensor]]  # a call's arguments and buffers
+# The arguments of a call that is running, and its buffers before it.
+_Pending: TypeAlias = tuple[tuple[Any, Any], Before, list[int]]
 
 
 class _Pass:
@@ -400,7 +338,9 @@ class _Pass:
             self._listen(False)
             if self.open:
                 self._check_undisturbed()
-                self.pending = (self.slots.written((args, kwargs)), self.runner.before(path, module))
+                buffers = self.runner.buffers[path]
+                written = self.slots.written((args, kwargs))
+                self.pending = (written, buffers.before(module), buffers.versions(module))
 
     def leave(self, path: str, module: nn.Module, output: Any) -> None:
         """The call of a module has ended."""
@@ -410,9 +350,11 @@ class _Pass:
         if self.unit == call:
             self.unit = None
             if self.pending is not None:
-                (args, kwargs), before = self.pending
+                (args, kwargs), before, versions = self.pending
                 self.pending = None
-                again = self.runner.again(path, module, before)
+                buffers = self.runner.buffers[path]
+                buffers.check(path, module, versions)
+                again = buffers.again(module, before)
                 self.open[-1].tape.entries.append(Made(again, args, kwargs, self.slots.fills(output)))
             self._listen(bool(self.open))
         self.cross(Edge(call, ends=True), output)

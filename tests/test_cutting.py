@@ -11,9 +11,10 @@ from torch import nn
 
 from lowtide import zoo
 from lowtide.chain import Kind
-from lowtide.cutting import Granularity, Step, chain_of
+from lowtide.cutting import Granularity, Step
 from lowtide.errors import BadRequest
 from lowtide.plans import Plan
+from lowtide.sizing import chain_of
 from lowtide.tracing import Trace, dry_run
 from lowtide.training import training_step
 from lowtide.unrolling import replay

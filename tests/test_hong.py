@@ -22,14 +22,13 @@ from lowtide.solvers.hong import (
     HongCubic,
     HongLinear,
     HongQuadratic,
-    Moments,
     least_peak,
     least_peak_in_one_pass,
     least_recomputation,
     least_recomputation_in_one_pass,
-    peak_of,
 )
 from lowtide.solvers.method import Method
+from lowtide.solvers.moments import Moments, peak_of
 from lowtide.solvers.registry import solve
 from lowtide.unrolling import replay
 

@@ -40,6 +40,7 @@ CORE = {
     "plans",
     "schedule",
     "simulation",
+    "sizing",
     "solution",
     "solvers",
     "units",

@@ -13,12 +13,13 @@ from torch.utils.checkpoint import CheckpointError
 
 from lowtide.caching import cached
 from lowtide.chain import Chain
-from lowtide.cutting import Granularity, Step, chain_of
+from lowtide.cutting import Granularity, Step
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.fitting import Progress, trace_training
 from lowtide.graph import Phase, Role
 from lowtide.plans import Plan
 from lowtide.segments import Model, apply, described_inputs, fingerprint, set_aside
+from lowtide.sizing import chain_of
 from lowtide.solution import Confirmation, Solution
 from lowtide.solvers import default_method, solve
 from lowtide.solvers.method import Method

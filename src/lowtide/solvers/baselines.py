@@ -9,8 +9,8 @@ from lowtide.chain import Chain
 from lowtide.errors import BadRequest
 from lowtide.plans import Plan
 from lowtide.solution import Answer, Status
-from lowtide.solvers.hong import Moments
 from lowtide.solvers.method import Method
+from lowtide.solvers.moments import Moments
 from lowtide.unrolling import replay
 
 

@@ -182,3 +182,8 @@ def test_a_chain_whose_parts_do_not_go_together_is_refused(change: dict[str, Any
 def test_a_chain_without_layers_is_refused() -> None:
     with pytest.raises(BadRequest, match=r"^a chain needs at least one layer\.$"):
         Chain((1,), (1,), (), (), (), (), (), (), (), ())
+
+
+def test_sizes_beyond_any_machine_are_refused() -> None:
+    with pytest.raises(BadRequest, match=r"output_bytes adds up to .* bytes, more than any machine has"):
+        Chain.from_sizes([1, 2**70])

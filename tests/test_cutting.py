@@ -251,3 +251,8 @@ def test_a_step_that_calls_the_model_twice_has_no_chain() -> None:
     trace = dry_run(lambda: (model(x).sum() + model(x).sum()).backward(), model=model)
     with pytest.raises(BadRequest, match="calls the model 2 times"):
         chain_of(as_step(trace))
+
+
+def test_naming_no_module_is_refused() -> None:
+    with pytest.raises(BadRequest, match="no module is named to cut around"):
+        chain_of(traced(tanh_chain(2), torch.randn(BATCH, WIDTH)), modules=[])

@@ -230,3 +230,8 @@ def test_a_part_is_a_number_above_zero(budget: str) -> None:
 def test_bytes_are_a_number_above_zero(budget: str | int) -> None:
     with pytest.raises(BadRequest, match=r"Write a size such as"):
         solve(FIVE, KeepAll(), budget)
+
+
+def test_what_is_neither_a_chain_nor_a_graph_is_refused() -> None:
+    with pytest.raises(BadRequest, match="solve takes a Chain or a Graph, not a list"):
+        solve([1, 2, 3], "rotor")  # type: ignore[call-overload]

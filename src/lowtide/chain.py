@@ -37,6 +37,8 @@ from lowtide.units import format_bytes
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
+_MOST_BYTES = 1 << 58  # a few such sums still fit in 64 bits
+
 
 class Kind(StrEnum):
     """What a layer is made of, as far as choosing by kind needs to know."""
@@ -290,6 +292,8 @@ def _whole(what: str, sizes: Sequence[int], length: int | None = None) -> Ints:
             raise BadRequest(f"{what}[{position}] is {size!r}; sizes are whole numbers of bytes.")
         if size < 0:
             raise BadRequest(f"{what}[{position}] is {size}; sizes cannot be negative.")
+    if sum(sizes) > _MOST_BYTES:
+        raise BadRequest(f"{what} adds up to {sum(sizes)} bytes, more than any machine has.")
     return np.asarray(sizes, np.int64)
 
 

@@ -214,6 +214,8 @@ def _within(inner: Call, outer: Call) -> bool:
 
 def _named(step: Step, cuts: Cuts, modules: Collection[str]) -> list[int]:
     """The cuts around the calls of the named modules."""
+    if not modules:
+        raise BadRequest("no module is named to cut around. Name some, or leave `modules` out.")
     usable = _usable(step, cuts)
     of_carrier = {cuts.carrier[place]: place for place in usable}
     called = {call.module for call in step.inner_calls}

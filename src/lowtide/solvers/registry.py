@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -24,7 +23,7 @@ from lowtide.solvers.hong import HongCubic, HongLinear, HongQuadratic
 from lowtide.solvers.method import GraphMethod, Method
 from lowtide.solvers.rotor import Rotor
 from lowtide.solvers.selective import Selective
-from lowtide.units import parse_bytes
+from lowtide.units import parse_budget
 from lowtide.unrolling import replay
 
 _METHODS: tuple[type[Method], ...] = (
@@ -94,6 +93,11 @@ def solve(
     chosen = _method(method)
     if isinstance(problem, Graph):
         return _solve_graph(problem, chosen, budget)
+    if not isinstance(problem, Chain):
+        raise BadRequest(
+            f"solve takes a Chain or a Graph, not a {type(problem).__name__}. "
+            "Make a chain from sizes with Chain.from_sizes, or plan a model with lowtide.plan."
+        )
     return _solve_chain(problem, chosen, budget)
 
 
@@ -191,21 +195,8 @@ def _budget(chain: Chain, method: Method, budget: str | int) -> int:
         raise BadRequest(
             f"{method.name} takes no budget: it minimises {method.minimises}. These do: {', '.join(able)}."
         )
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        return _part(budget, replay(chain, Plan()).peak_bytes)
-    return parse_bytes(budget)
-
-
-def _part(text: str, plain_peak_bytes: int) -> int:
-    try:
-        part = float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        part = math.nan
-    if not 0 < part < math.inf:
-        raise BadRequest(
-            f"cannot read '{text}' as a part of the plain peak. Write a budget such as 60% or 8GiB."
-        )
-    return int(part * plain_peak_bytes)
+    is_part = str(budget).strip().endswith("%")  # long chains take long to replay: only if it is needed
+    return parse_budget(budget, replay(chain, Plan()).peak_bytes if is_part else 0)
 
 
 def _infeasible(chain: Chain, method: Method, budget_bytes: int) -> InfeasibleBudget:

@@ -40,6 +40,7 @@ class Drawing:
         creates: Sequence[int] = (),
         mutates: Sequence[int] = (),
         *,
+        updates: Sequence[int] = (),
         extra: Sequence[Arg] = (),
         keywords: Mapping[str, Arg] | None = None,
         phase: Phase = Phase.FORWARD,
@@ -48,9 +49,9 @@ class Drawing:
         workspace: int = 0,
         seconds: float = 0.0,
     ) -> int:
-        """A new op whose arguments are what it reads and mutates, then `extra`."""
+        """A new op whose arguments are what it reads, mutates and updates, then `extra`."""
         number = len(self.ops)
-        looks_at = dict.fromkeys((*reads, *mutates))
+        looks_at = dict.fromkeys((*reads, *mutates, *updates))
         self.ops.append(
             Op(
                 id=number,
@@ -61,6 +62,7 @@ class Drawing:
                 reads=tuple(reads),
                 creates=tuple(creates),
                 mutates=tuple(mutates),
+                updates=tuple(updates),
                 phase=phase,
                 module=module,
                 random=random,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from forwards import row, shaped, strange, there_and_back
 from handmade import Drawing, chain, statistics, steps
 from lowtide.errors import BadRequest
-from lowtide.graph import Graph, Phase, Role, Value
-from lowtide.keeping import forward_values, keep_only, repeatable, segments
+from lowtide.graph import Graph, Phase, Ref, Role
+from lowtide.keeping import droppable, forward_values, keep_only, segments
 from lowtide.schedule import Compute, Schedule, straight
 from lowtide.simulation import simulate
 
@@ -31,7 +31,7 @@ def assert_legal(graph: Graph, kept: frozenset[int]) -> None:
     simulate(graph, schedule)
     twice = {op for op, times in computes(schedule).items() if times > 1}
     assert max(computes(schedule).values(), default=1) <= 2
-    assert twice <= repeatable(graph)
+    assert twice <= droppable(graph)
     for op in twice:
         assert kept.isdisjoint(graph.ops[op].creates)
 
@@ -95,84 +95,54 @@ def test_values_made_together_are_kept_together() -> None:
 
 
 def test_what_is_random_changed_or_an_output_is_kept_unasked() -> None:
-    assert repeatable(there_and_back([(0,), (1,), (2,)], [1, 1, 1], random={2})) == {0, 2}
-    assert repeatable(statistics()) == frozenset()  # changes a buffer; makes the output
+    assert droppable(there_and_back([(0,), (1,), (2,)], [1, 1, 1], random={2})) == {0, 2}
+    assert droppable(statistics()) == frozenset()  # changes a buffer; makes the output
     graph = chain()  # conv, relu_ in place, loss
-    assert repeatable(graph) == frozenset()
+    assert droppable(graph) == frozenset()
     assert keep_only(graph, frozenset()) == straight(graph)
 
 
 def test_what_passes_between_captured_graphs_is_kept() -> None:
     graph = row([1, 1, 1, 1])
     ops = tuple(replace(op, section=0 if op.id in (0, 1, 6, 7) else 1) for op in graph.ops)
-    assert repeatable(replace(graph, ops=ops)) == {0, 2, 3}  # x2 enters the second
+    assert droppable(replace(graph, ops=ops)) == {0, 2, 3}  # x2 enters the second
     eager = tuple(replace(op, section=-1 if op.id == 1 else 0) for op in graph.ops)
-    assert 1 not in repeatable(replace(graph, ops=eager))
+    assert 1 not in droppable(replace(graph, ops=eager))
 
 
 def normalised() -> Graph:
-    """Three layers, the first with running statistics that are written back when the forward is over.
+    """Three layers, the first with running statistics that it updates.
 
-    values   0 running mean 8   1 batch 4   2 normed 100   3 new mean 8   4 h 100   5 last 100
-             6, 7 gradients 100
-    ops      0 norm (batch, mean) → normed, new mean      1 h (normed)      2 last (h)
-             3 copy_ (new mean) → running mean
-             4 (last, h) → gradient      5 (gradient, normed) → gradient
+    values   0 running mean 8   1 batch 4   2 normed 100   3 h 100   4 last 100   5, 6 gradients 100
+    ops      0 norm (batch) → normed, updates the mean      1 h (normed)      2 last (h)
+             3 (last, h) → gradient      4 (gradient, normed) → gradient
     """
     drawing = Drawing()
     mean = drawing.value("running mean", 8, Role.BUFFER)
     batch = drawing.value("batch", 4, Role.BATCH)
-    normed, new_mean = drawing.value("normed", 100), drawing.value("new mean", 8)
-    h, last, first, second = (drawing.value(name, 100) for name in ("h", "last", "first", "second"))
-    drawing.op("aten._native_batch_norm_legit_functional.default", [batch, mean], [normed, new_mean])
+    normed, h, last, first, second = (
+        drawing.value(name, 100) for name in ("normed", "h", "last", "first", "second")
+    )
+    drawing.op("aten.native_batch_norm.default", [batch], [normed], updates=[mean])
     drawing.op("aten.relu.default", [normed], [h])
     drawing.op("aten.relu.default", [h], [last])
-    drawing.op("aten.copy_.default", [mean, new_mean], mutates=[mean])
     drawing.op("aten.mul.Tensor", [last, h], [first], phase=Phase.BACKWARD)
     drawing.op("aten.mul.Tensor", [first, normed], [second], phase=Phase.BACKWARD)
     return drawing.graph(outputs=[mean, second])
 
 
-def test_running_statistics_are_written_back_after_the_recomputation_that_reads_the_old_ones() -> None:
+def test_what_updates_running_statistics_can_be_recomputed() -> None:
     graph = normalised()
-    assert keep_only(graph, {4}) == steps(
-        0, "f3", 1, "f2", 2, 4, "f4", "f5", 0, 3, "f3", 5, "f2", "f6"
-    )  # fmt: skip
-    assert keep_only(graph, {2, 4, 5}) == straight(graph)  # nothing reads them again: nothing waits
+    assert droppable(graph) == {0, 1, 2}
+    assert keep_only(graph, {3}) == steps(0, 1, "f2", 2, 3, "f3", "f4", 0, 4, "f2", "f5")
 
 
-def test_a_write_that_is_looked_at_later_does_not_wait() -> None:
+def test_what_reads_statistics_before_they_are_updated_cannot() -> None:
     graph = normalised()
-    reader = replace(graph.ops[5], reads=(*graph.ops[5].reads, 0))
-    looked_at = replace(graph, ops=(*graph.ops[:5], reader))
-    assert repeatable(graph) == {0, 1, 2}
-    assert repeatable(looked_at) == {1, 2}
-
-
-def test_a_write_that_makes_something_or_reads_what_is_written_later_does_not_wait() -> None:
-    graph = normalised()
-    makes = replace(graph.ops[3], creates=(5,), outputs=(5,))
-    unmade = replace(graph.ops[2], creates=(), outputs=())
-    assert 0 not in repeatable(replace(graph, ops=(*graph.ops[:2], unmade, makes, *graph.ops[4:])))
-    other = Value(len(graph.values), 8, Role.BUFFER, "other")
-    reads_other = replace(graph.ops[3], reads=(*graph.ops[3].reads, other.id))
-    writes_other = replace(graph.ops[4], mutates=(other.id,))
-    ops = (*graph.ops[:3], reads_other, writes_other, graph.ops[5])
-    written = replace(graph, ops=ops, values=(*graph.values, other))
-    assert repeatable(written) == {1, 2}
-
-
-def test_a_write_waits_for_the_last_recomputation_that_reads_what_was_there() -> None:
-    """x1 and x3 read the mean; their segments are recomputed in the backward, that of x1 after that of x3."""
-    graph = row([10] * 6)
-    mean = len(graph.values)
-    first, third = (replace(graph.ops[op], reads=(*graph.ops[op].reads, mean)) for op in (0, 2))
-    write = replace(graph.ops[5], creates=(), outputs=(), reads=(mean, 5), mutates=(mean,))
-    ops = (first, graph.ops[1], third, *graph.ops[3:5], write, *graph.ops[6:])
-    with_mean = replace(graph, ops=ops, values=(*graph.values, Value(mean, 8, Role.BUFFER, "mean")))
-    assert_legal(with_mean, frozenset({2, 4}))
-    order = [step.op for step in keep_only(with_mean, {2, 4}) if isinstance(step, Compute)]
-    assert order == [0, 1, 2, 3, 4, 6, 7, 2, 8, 9, 0, 5, 10, 11]
+    reads = replace(graph.ops[1], args=(*graph.ops[1].args, Ref(0)), reads=(2, 0))
+    updates = replace(graph.ops[2], args=(*graph.ops[2].args, Ref(0)), updates=(0,))
+    first = replace(graph.ops[0], updates=())
+    assert droppable(replace(graph, ops=(first, reads, updates, *graph.ops[3:]))) == {0, 2}
 
 
 # Properties -----------------------------------------------------------------------------------------

@@ -578,3 +578,22 @@ def test_an_output_that_was_recomputed_but_not_changed_again_is_refused() -> Non
         "value 0 ('y') must outlive the step but ends it changed 0 times; "
         "in graph order it is changed 1 times"
     )
+
+
+# What is updated once -------------------------------------------------------------------------------
+
+
+def with_statistics() -> Graph:
+    """0 mean (resident), 1 batch (resident), op 0 normalises into 2 and updates the mean, op 1 reads both."""
+    drawing = Drawing()
+    mean, batch = drawing.value("mean", 8, Role.BUFFER), drawing.value("batch", 4, Role.BATCH)
+    normed, result = drawing.value("normed", 100), drawing.value("result", 10)
+    drawing.op("aten.native_batch_norm.default", [batch], [normed], updates=[mean])
+    drawing.op("aten.mul.Tensor", [normed, mean], [result])
+    return drawing.graph(outputs=[mean, result])
+
+
+def test_an_op_that_runs_again_does_not_update_again() -> None:
+    graph = with_statistics()
+    again = Schedule((Compute(0), Free(2), Compute(0), Compute(1), Free(2)))
+    assert simulate(graph, again).growth_bytes == 110  # op 1 finds the mean changed once, as in graph order

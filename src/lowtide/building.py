@@ -49,6 +49,23 @@ def _ignored(func: Any, args: Sequence[object]) -> Iterator[torch.Tensor]:
     return tensors_in(args[where]) if training is None or args[training] else iter(())
 
 
+def _hidden_mutations(func: Any, args: Sequence[object]) -> Iterator[torch.Tensor]:
+    """Arguments that a kernel changes although its schema does not say so."""
+    positions, flag = _HIDDEN_MUTATIONS.get(target_name(func), ((), 0))
+    return tensors_in([args[position] for position in positions] if positions and args[flag] else [])
+
+
+def _is_random(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether a call draws random numbers. Attention does only if it drops something out."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            return given not in (None, 0, 0.0)
+    return True
+
+
 def target_name(func: Any) -> str:
     """'aten.relu.default' for `torch.ops.aten.relu.default`."""
     return str(func)
@@ -172,9 +189,10 @@ class GraphBuilder:
         outputs = [leaf for leaf in leaves(result) if leaf is None or isinstance(leaf, torch.Tensor)]
         made = [tensor for tensor in outputs if tensor is not None]
         mutated = self._mutated(func, args, kwargs)
+        updated = self._updated(func, args)
         if made and not mutated and all(self.value_of(tensor) is not None for tensor in made):
             return None
-        skipped = {self.value_of(tensor) for tensor in _ignored(func, args)}
+        skipped = {*updated, *(self.value_of(tensor) for tensor in _ignored(func, args))}
         known = (self.value_of(tensor) for tensor in tensors_in(args, kwargs))
         reads = tuple(dict.fromkeys(v for v in known if v is not None and v not in skipped))
         short = target_name(func).split(".")[1] if "." in target_name(func) else target_name(func)
@@ -193,11 +211,12 @@ class GraphBuilder:
             reads=reads,
             creates=tuple(dict.fromkeys(creates)),
             mutates=tuple(mutated),
+            updates=tuple(updated),
             phase=phase,
             module=module,
             call=call,
             section=section,
-            random=torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()),
+            random=_is_random(func, args, kwargs),
         )
         self.ops.append(op)
         return op
@@ -223,10 +242,16 @@ class GraphBuilder:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     given = args[position] if position < len(args) else kwargs.get(argument.name)
                     written.append(given)
-        positions, flag = _HIDDEN_MUTATIONS.get(target_name(func), ((), 0))
-        if positions and args[flag]:
-            written.extend(args[position] for position in positions)
+        if self.origin is Origin.EAGER:
+            written.extend(_hidden_mutations(func, args))
         values = (self.value_of(tensor) for tensor in tensors_in(written))
+        return list(dict.fromkeys(value for value in values if value is not None))
+
+    def _updated(self, func: Any, args: Sequence[object]) -> list[int]:
+        """What a captured op changes when it first runs and can do without when it runs again."""
+        if self.origin is Origin.EAGER:
+            return []
+        values = (self.value_of(tensor) for tensor in _hidden_mutations(func, args))
         return list(dict.fromkeys(value for value in values if value is not None))
 
     def _tensor(self, tensor: torch.Tensor) -> int:

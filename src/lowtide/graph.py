@@ -97,7 +97,9 @@ class Op:
     """One kernel call.
 
     `reads`, `creates` and `mutates` name values. An op may look at a value in `args` without reading
-    it (a kernel that ignores an argument); it never reads one that is not in `args`.
+    it (a kernel that ignores an argument); it never reads one that is not in `args`. `updates` are resident
+    values that it changes when it runs for the first time; computed again it is called without them and
+    makes the same results (a BatchNorm that trains, and its running statistics).
     `workspace_bytes` is what the kernel takes beyond its outputs and gives back before it returns;
     it and `seconds` are zero until the graph is profiled.
     """
@@ -110,6 +112,7 @@ class Op:
     reads: tuple[int, ...]
     creates: tuple[int, ...]
     mutates: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()
     phase: Phase = Phase.FORWARD
     module: str = ""
     call: int = 0  # the how-maniest call of that module in the step
@@ -162,10 +165,10 @@ class Graph:
 
     @cached_property
     def readers(self) -> Mapping[int, tuple[int, ...]]:
-        """The ops that read or mutate each value, in order; a value nobody touches is absent."""
+        """The ops that read or change each value, in order; a value nobody touches is absent."""
         touching: dict[int, list[int]] = {}
         for op in self.ops:
-            for value in dict.fromkeys((*op.reads, *op.mutates)):
+            for value in dict.fromkeys((*op.reads, *op.mutates, *op.updates)):
                 touching.setdefault(value, []).append(op.id)
         return {value: tuple(ops) for value, ops in touching.items()}
 

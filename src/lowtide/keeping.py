@@ -11,14 +11,13 @@ all of them again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from lowtide.errors import BadRequest
-from lowtide.graph import Graph, Op, Phase
+from lowtide.graph import Graph, Phase
+from lowtide.repeating import repeatable
 from lowtide.schedule import Compute, Free, Schedule, Step
-
-_BETWEEN_GRAPHS = -1  # the section of ops that run eagerly between captured graphs
 
 
 def keep_only(graph: Graph, kept: AbstractSet[int]) -> Schedule:
@@ -29,13 +28,11 @@ def keep_only(graph: Graph, kept: AbstractSet[int]) -> Schedule:
     its whole segment is recomputed first, in graph order, less the ops that no backward op depends on;
     what that makes is freed after its last use. So an op runs at most twice.
 
-    Three things differ from the letter of `kept`:
+    Two things differ from the letter of `kept`:
 
-    * What `repeatable` leaves out is kept too, and so is what is made together with something kept.
+    * What `droppable` leaves out is kept too, and so is what is made together with something kept.
     * The segment that the backward begins in is not given up if the forward ends in it, with every other
       segment over before it began: it would be recomputed at once.
-    * An op that does nothing but overwrite resident values (BatchNorm's running statistics being written
-      back) waits until the ops that read the old contents have been recomputed.
 
     Keeping everything is `straight(graph)`.
 
@@ -50,16 +47,13 @@ def keep_only(graph: Graph, kept: AbstractSet[int]) -> Schedule:
     parts = segments(graph, kept)
     wanted_by, needed = _wanted(graph, parts)
     again = [[op for op in part if op in needed] if n in wanted_by else [] for n, part in enumerate(parts)]
-    late = _delayed(graph, again, wanted_by)
-    waiting = {op for ops in late.values() for op in ops}
 
     turn = _turn(graph)
-    order = [op for op in range(turn) if op not in waiting]
+    order = list(range(turn))
     for op in range(turn, len(graph.ops)):
         for number in sorted(wanted_by):
             if wanted_by[number] == op:
                 order.extend(again[number])
-        order.extend(late.get(op, ()))
         order.append(op)
     return _freeing(graph, order)
 
@@ -69,34 +63,15 @@ def forward_values(graph: Graph) -> frozenset[int]:
     return frozenset(value for op in graph.ops[: _turn(graph)] for value in op.creates)
 
 
-def repeatable(graph: Graph) -> frozenset[int]:
-    """The forward ops that may be computed a second time, with the same result.
-
-    Left out are those that draw random numbers, change what they did not make, make what another op
-    changes, what outlives the step or what passes to another captured graph, run between captured
-    graphs, or read what is changed later, unless that change can wait (see `keep_only`).
-    """
-    writers = _writers(graph)
-    late = _late_writes(graph)
-
-    def is_repeatable(op: Op) -> bool:
-        return (
-            bool(op.creates)
-            and not op.random
-            and op.section != _BETWEEN_GRAPHS
-            and set(op.mutates) <= set(op.creates)
-            and not any(_leaves(graph, op, value) for value in op.creates)
-            and all(
-                writer <= op.id or writer in late for value in op.reads for writer in writers.get(value, ())
-            )
-        )
-
-    return frozenset(op.id for op in graph.ops[: _turn(graph)] if is_repeatable(op))
+def droppable(graph: Graph) -> frozenset[int]:
+    """The forward ops that may be computed a second time, with the same result."""
+    turn = _turn(graph)
+    return frozenset(op for op in repeatable(graph) if op < turn)
 
 
 def segments(graph: Graph, kept: AbstractSet[int]) -> tuple[tuple[int, ...], ...]:
     """The ops to recompute if `kept` is kept, joined where one reads what the other makes; in graph order."""
-    dropped = [op for op in sorted(repeatable(graph)) if kept.isdisjoint(graph.ops[op].creates)]
+    dropped = [op for op in sorted(droppable(graph)) if kept.isdisjoint(graph.ops[op].creates)]
     leader = {op: op for op in dropped}
 
     def leader_of(op: int) -> int:
@@ -124,40 +99,6 @@ def _turn(graph: Graph) -> int:
     return next((op.id for op in graph.ops if op.phase is not Phase.FORWARD), len(graph.ops))
 
 
-def _writers(graph: Graph) -> Mapping[int, Sequence[int]]:
-    """The ops that change each value after it was made."""
-    found: dict[int, list[int]] = {}
-    for op in graph.ops:
-        for value in set(op.mutates) - set(op.creates):
-            found.setdefault(value, []).append(op.id)
-    return found
-
-
-def _leaves(graph: Graph, op: Op, value: int) -> bool:
-    """Whether what `op` creates is not its graph's own business: changed, held or read by others."""
-    readers = (graph.ops[reader] for reader in graph.readers.get(value, ()))
-    return value in graph.outputs or any(
-        reader.section != op.section or (value in reader.mutates and reader.id != op.id) for reader in readers
-    )
-
-
-def _late_writes(graph: Graph) -> frozenset[int]:
-    """Forward ops that only overwrite resident values, which nobody looks at afterwards."""
-    writers = _writers(graph)
-
-    def can_wait(op: Op) -> bool:
-        return (
-            bool(op.mutates)
-            and not op.creates
-            and not op.random
-            and op.section != _BETWEEN_GRAPHS
-            and all(value not in graph.creator and graph.readers[value][-1] == op.id for value in op.mutates)
-            and all(writer <= op.id for value in op.reads for writer in writers.get(value, ()))
-        )
-
-    return frozenset(op.id for op in graph.ops[: _turn(graph)] if can_wait(op))
-
-
 def _wanted(graph: Graph, parts: Sequence[Sequence[int]]) -> tuple[dict[int, int], set[int]]:
     """For each segment to recompute the first backward op that reads from it; and the ops they depend on."""
     segment_of = {op: number for number, part in enumerate(parts) for op in part}
@@ -175,23 +116,6 @@ def _wanted(graph: Graph, parts: Sequence[Sequence[int]]) -> tuple[dict[int, int
         if all(parts[other][-1] < parts[first][0] for other in wanted_by if other != first):
             del wanted_by[first]  # the forward ends in it: it is still there
     return wanted_by, needed
-
-
-def _delayed(
-    graph: Graph, again: Sequence[Sequence[int]], wanted_by: Mapping[int, int]
-) -> dict[int, list[int]]:
-    """The late writes that have to wait, by the backward op before which they run.
-
-    One waits for the last segment in which an op reads the old contents.
-    """
-    segment_of = {op: number for number, part in enumerate(again) for op in part}
-    delayed: dict[int, list[int]] = {}
-    for op in sorted(_late_writes(graph)):
-        old = {reader for value in graph.ops[op].mutates for reader in graph.readers[value]}
-        if old_again := old & segment_of.keys():
-            moment = max(wanted_by[segment_of[reader]] for reader in old_again)
-            delayed.setdefault(moment, []).append(op)
-    return delayed
 
 
 def _freeing(graph: Graph, order: Sequence[int]) -> Schedule:

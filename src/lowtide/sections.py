@@ -28,6 +28,7 @@ from lowtide.attribution import Attribution, Place
 from lowtide.building import storage_key, tensors_in
 from lowtide.graph import Phase
 from lowtide.recording import Spot
+from lowtide.rewriting import use_eager_kernels
 from lowtide.userlines import described, is_users
 
 # Dynamo as lowtide wants it: every graph there is, each for exactly these sizes, and no silence about it.
@@ -219,11 +220,22 @@ class Sections:
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
         """Cut a joint graph in two, keeping everything: what to recompute is for lowtide to decide."""
-        for node in joint.graph.nodes:
-            if node.meta.pop("recompute", None) is not None:
-                self.notes["the model checkpoints activations itself; here they are kept"] = None
-        halves: tuple[Any, Any] = default_partition(joint, inputs, **options)
-        return halves
+        if any(node.meta.get("recompute") is not None for node in joint.graph.nodes):
+            self.notes["the model checkpoints activations itself; here they are kept"] = None
+        return cut_in_two(joint, inputs, **options)
+
+
+def cut_in_two(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
+    """Forward and backward of a joint graph, with eager's kernels, keeping everything.
+
+    The same joint graph is always cut into the same ops, in the same order.
+    """
+    for node in joint.graph.nodes:
+        node.meta.pop("recompute", None)
+        node.meta.pop("saved_tensor_with_no_vc_check", None)
+    use_eager_kernels(joint)
+    halves: tuple[Any, Any] = default_partition(joint, inputs, **options)
+    return halves
 
 
 class _Graph:
@@ -243,7 +255,7 @@ class _Graph:
             section.saved = frozenset(map(storage_key, tensors_in(results)))
             return results
 
-        return _boxed(run)
+        return boxed(run)
 
     def compile_backward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """A callable that walks through the backward, for the forward whose tensors it is given."""
@@ -254,7 +266,7 @@ class _Graph:
             section.waiting = False
             return _Walk(graph, self._sections, section, Phase.BACKWARD).boxed_run(args)
 
-        return _boxed(run)
+        return boxed(run)
 
 
 class _Walk(fx.Interpreter):
@@ -275,7 +287,7 @@ class _Walk(fx.Interpreter):
             self._sections.here = None
 
 
-def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """`run` empties its list of arguments, so that they die at their last use; AOTAutograd must know."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

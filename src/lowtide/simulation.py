@@ -208,7 +208,10 @@ class _Replay:
         where = f"step {position}, op {op_id} ({op.label}),"
         if op.random and op_id in self.done:
             raise IllegalSchedule(f"{where} draws random numbers and is computed a second time")
+        again = op_id in self.done
         for value, version in self.expected[op_id].items():
+            if again and value in op.updates:
+                continue
             if value not in self.alive:
                 state = "was freed" if value in self.version else "does not exist yet"
                 raise IllegalSchedule(f"{where} reads value {value} ({self._name(value)}), which {state}")
@@ -222,7 +225,7 @@ class _Replay:
                 raise IllegalSchedule(f"{where} creates value {value} ({self._name(value)}), which is alive")
             self.alive.add(value)
             self.version[value] = 0
-        for value in op.mutates:
+        for value in op.mutates if again else (*op.mutates, *op.updates):
             self.version[value] += 1
         self.done.add(op_id)
         return op
@@ -258,10 +261,9 @@ def _versions_seen(graph: Graph) -> tuple[list[dict[int, int]], dict[int, int]]:
     version: dict[int, int] = {}
     seen: list[dict[int, int]] = []
     for op in graph.ops:
-        seen.append(
-            {value: version.get(value, 0) for value in (*op.reads, *op.mutates) if value not in op.creates}
-        )
-        for value in op.mutates:
+        touched = (*op.reads, *op.mutates, *op.updates)
+        seen.append({value: version.get(value, 0) for value in touched if value not in op.creates})
+        for value in (*op.mutates, *op.updates):
             version[value] = version.get(value, 0) + 1
     return seen, version
 

@@ -94,7 +94,7 @@ def _validate_op(graph: Graph, op: Op) -> None:
     for tensor in (*argument_tensors(op), *(out for out in op.outputs if out is not None)):
         if not 0 <= tensor < len(graph.tensors):
             raise MalformedGraph(f"{_named(op)} names tensor {tensor}, which is not in the graph")
-    for value in (*op.reads, *op.creates, *op.mutates):
+    for value in (*op.reads, *op.creates, *op.mutates, *op.updates):
         if not 0 <= value < len(graph.values):
             raise MalformedGraph(f"{_named(op)} names value {value}, which is not in the graph")
     seen = {graph.tensors[tensor].value for tensor in argument_tensors(op)}
@@ -103,7 +103,11 @@ def _validate_op(graph: Graph, op: Op) -> None:
         raise MalformedGraph(f"{_named(op)} reads value {min(unseen)}, which none of its arguments look at")
     if unmade := set(op.creates) - made:
         raise MalformedGraph(f"{_named(op)} creates value {min(unmade)}, which is not among its outputs")
-    if strange := set(op.mutates) - seen - made:
+    if own := set(op.updates) & {*graph.creator, *op.reads, *op.mutates}:
+        raise MalformedGraph(
+            f"{_named(op)} updates value {min(own)}, which is not resident, or which it reads or mutates too"
+        )
+    if strange := {*op.mutates, *op.updates} - seen - made:
         raise MalformedGraph(f"{_named(op)} mutates value {min(strange)}, which is not among its arguments")
     if op.workspace_bytes < 0 or not (op.seconds >= 0 and math.isfinite(op.seconds)):
         raise MalformedGraph(

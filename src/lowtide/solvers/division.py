@@ -24,7 +24,7 @@ import numpy as np
 
 from lowtide.chain import Ints
 from lowtide.graph import Graph, Role
-from lowtide.keeping import forward_values, makers, repeatable
+from lowtide.keeping import droppable, forward_values, makers
 
 
 class Shape(StrEnum):
@@ -97,7 +97,7 @@ class Trunk:
         Otherwise nothing would ever lie on all paths. Where that is not possible, because it has several
         readers or reads several vertices, it is kept.
         """
-        repeated = repeatable(graph)
+        repeated = droppable(graph)
         folded = _folded(graph, repeated)
         members: dict[int, list[int]] = {}
         for op, vertex in folded.items():

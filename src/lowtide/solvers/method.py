@@ -7,21 +7,25 @@ from typing import ClassVar
 
 from lowtide.chain import Chain
 from lowtide.graph import Graph
-from lowtide.solution import Answer, GraphAnswer
+from lowtide.solution import Answer, GraphAnswer, ScheduleAnswer
 
 
-class Method(ABC):
-    """Chooses what to recompute. A new one is a file with a subclass, and a line in the registry.
-
-    The strings are for people: `lowtide solvers` prints them.
-    """
+class About(ABC):
+    """What people are told of a method; `lowtide solvers` prints it."""
 
     name: ClassVar[str]
     minimises: ClassVar[str]
-    complexity: ClassVar[str]  # n: layers
+    complexity: ClassVar[str]  # n: layers, or ops
     reference: ClassVar[str]
     proves: ClassVar[str] = ""  # when its status is OPTIMAL; empty: never
     takes_budget: ClassVar[bool] = False
+
+
+class Method(About):
+    """Chooses what to recompute in a chain.
+
+    A new one is a file with a subclass, and a line in the registry.
+    """
 
     @abstractmethod
     def choose(self, chain: Chain, budget_bytes: int | None) -> Answer | None:
@@ -38,3 +42,21 @@ class GraphMethod(Method):
     @abstractmethod
     def choose_kept(self, graph: Graph) -> GraphAnswer:
         """Which values of the forward to keep; `keep_only` makes the schedule."""
+
+
+class Scheduler(About):
+    """Decides op by op, on a captured graph, what runs again and when."""
+
+    takes_budget: ClassVar[bool] = True
+
+    @abstractmethod
+    def within(self, graph: Graph, budget_bytes: int) -> ScheduleAnswer | None:
+        """The schedule that adds the least time of those that peak at `budget_bytes` or less.
+
+        None if none is found. The budget is on the whole peak, what is resident included, rounded as
+        the allocator of the graph's device rounds.
+        """
+
+    @abstractmethod
+    def lowest(self, graph: Graph) -> ScheduleAnswer:
+        """The schedule with the lowest peak that is found, and of those the one that adds the least time."""

@@ -1,0 +1,118 @@
+"""Planned graphs at work: a Dynamo backend whose graphs run as a schedule says.
+
+AOTAutograd makes an autograd function of each captured graph and calls two compiled halves. Here these
+halves are code that was generated from the schedule (see `emission`). One graph may serve several
+sections of a step (equal blocks are compiled once), and each of these may be planned differently: so the
+forward asks which section it is, and leaves a mark for its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+from lowtide.emission import Halves, Planned, emit
+from lowtide.errors import CannotApply
+from lowtide.graph import Graph
+from lowtide.schedule import Schedule
+from lowtide.sections import boxed, cut_in_two
+
+
+class Execution:
+    """A Dynamo backend for one planned step.
+
+    `begin` says that a forward begins: the graphs that run from then on are the sections of the plan, in
+    their order.
+    """
+
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.graph = graph
+        self.schedule = schedule
+        self._sections = 1 + max((op.section for op in graph.ops), default=-1)
+        self._next = 0
+
+    def begin(self) -> None:
+        """A forward of the whole model begins."""
+        self._next = 0
+
+    def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one of Dynamo's graphs."""
+        graph = _PlannedGraph(self)
+        compile_ = aot_autograd(
+            fw_compiler=graph.compile_forward,
+            bw_compiler=graph.compile_backward,
+            partition_fn=graph.partition,
+            keep_inference_input_mutations=True,
+        )
+        compiled: Callable[..., Any] = compile_(module, inputs)
+        return compiled
+
+    def next_section(self) -> int:
+        """The section that begins to run now."""
+        section = self._next
+        self._next += 1
+        if section >= self._sections:
+            raise CannotApply(
+                f"the step does not run as it was planned: more than {self._sections} captured graphs run. "
+                "Plan it again, for this model and this batch."
+            )
+        return section
+
+
+class _PlannedGraph:
+    """One captured graph, and the code for each section that it serves."""
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+        self._halves: Halves | None = None
+        self._planned: dict[int, Planned] = {}
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
+        """Cut the joint graph in two, keeping everything, as it was cut when it was captured."""
+        forward, backward = cut_in_two(joint, inputs, **options)
+        self._halves = Halves(forward, backward, options["num_fwd_outputs"])
+        return forward, backward
+
+    def compile_forward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """A callable that runs the forward of whichever section is next."""
+        if self._halves is None:  # nothing in it needs a backward
+            self._halves = Halves(graph, None, len(graph.graph.output_node().args[0]))  # type: ignore[arg-type]
+
+        def run(args: list[Any]) -> Any:
+            section = self._execution.next_section()
+            planned = self.planned(section)
+            results = planned.forward.forward(args)
+            if planned.backward is None:
+                return results
+            user = self.halves.user_results
+            # The mark: no bytes, but a shape.
+            return [*results[:user], torch.empty(0, section), *results[user:]]
+
+        return boxed(run)
+
+    def compile_backward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """A callable that runs the backward of the section whose mark it is given."""
+
+        def run(args: list[Any]) -> Any:
+            backward = self.planned(int(args.pop(0).shape[1])).backward
+            assert backward is not None, "only a forward with a backward leaves a mark"
+            return backward.forward(args)
+
+        return boxed(run)
+
+    @property
+    def halves(self) -> Halves:
+        """The graph as it was cut."""
+        assert self._halves is not None, "AOTAutograd partitions, then compiles, then runs"
+        return self._halves
+
+    def planned(self, section: int) -> Planned:
+        """The code for a section, generated when it is first wanted."""
+        if section not in self._planned:
+            execution = self._execution
+            self._planned[section] = emit(self.halves, execution.graph, execution.schedule, section)
+        return self._planned[section]

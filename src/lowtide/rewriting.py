@@ -1,0 +1,126 @@
+"""Captured graphs, rewritten to call the kernels that eager PyTorch calls.
+
+AOTAutograd makes every op a pure function. For BatchNorm that means another kernel than eager's on CUDA
+(PyTorch's own in place of cuDNN's), new tensors for the running statistics, and copies of these back into
+the buffers at the end. Here it becomes what it is in eager: one call that normalises and updates the
+statistics in place. Its backward does not look at them.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_STATISTICS = (3, 4)  # their positions among the arguments, and of the new ones among the results
+_TRAINING = 5  # position of the flag among the arguments
+
+
+def use_eager_kernels(joint: fx.GraphModule) -> None:
+    """Rewrite the BatchNorms of a joint graph that train, in place."""
+    graph = joint.graph
+    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
+        if node.args[_TRAINING] is True and _updates_are_written_back(node):
+            _rewrite(graph, node)
+    graph.lint()
+    joint.recompile()
+
+
+def without_updates(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments with which a BatchNorm that has updated its statistics runs again: without them."""
+    return tuple(None if position in _STATISTICS else arg for position, arg in enumerate(node.args))
+
+
+def _updates_are_written_back(node: fx.Node) -> bool:
+    """Whether the new statistics go nowhere but into the buffers, and to the backward, which ignores them."""
+    results = _results(node)
+    for position in _STATISTICS:
+        buffer = node.args[position]
+        if not isinstance(buffer, fx.Node) or buffer.op != "placeholder":
+            return False
+        users = [user for result in results.get(position, ()) for user in result.users]
+        writes = [user for user in users if user.target is aten.copy_.default]
+        if [write.args[0] for write in writes] != [buffer]:
+            return False
+        if any(user not in writes and not _is_backward(user) for user in users):
+            return False
+        if any(user is not node and user not in writes for user in buffer.users):
+            return False
+    return True
+
+
+def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
+    results = _results(node)
+    backwards = {user for found in results.values() for result in found for user in result.users}
+    backwards = {user for user in backwards if _is_backward(user)}
+    x, weight, bias, mean, variance, _, momentum, epsilon = node.args
+    arguments = (x, weight, bias, mean, variance, True, momentum, epsilon)
+    cudnn = _is_cudnns(node)
+    target = aten.cudnn_batch_norm.default if cudnn else aten.native_batch_norm.default
+    with graph.inserting_before(node):
+        new = graph.call_function(target, arguments)
+    new.meta = {**node.meta, "val": _fake_result(target, arguments)}
+    for position in _STATISTICS:
+        for result in results.get(position, ()):
+            for user in list(result.users):
+                if user in backwards:
+                    user.args = tuple(None if arg is result else arg for arg in user.args)
+                else:
+                    graph.erase_node(user)  # the copy into the buffer
+            graph.erase_node(result)
+    if cudnn:
+        with graph.inserting_after(new):
+            reserve = graph.call_function(operator.getitem, (new, 3))
+        reserve.meta = {**node.meta, "val": new.meta["val"][3]}
+        for backward in backwards:
+            _use_cudnns_backward(graph, backward, reserve)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _use_cudnns_backward(graph: fx.Graph, node: fx.Node, reserve: fx.Node) -> None:
+    gradient, x, weight, _, _, mean, deviation, _, epsilon, _ = node.args
+    arguments = (x, gradient, weight, None, None, mean, deviation, epsilon, reserve)
+    with graph.inserting_before(node):
+        new = graph.call_function(aten.cudnn_batch_norm_backward.default, arguments)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _results(node: fx.Node) -> dict[int, list[fx.Node]]:
+    """The nodes that take a result of `node`, by its position."""
+    found: dict[int, list[fx.Node]] = {}
+    for user in node.users:
+        if user.target is operator.getitem and isinstance(user.args[1], int):
+            found.setdefault(user.args[1], []).append(user)
+    return found
+
+
+def _is_backward(node: fx.Node) -> bool:
+    """Whether `node` is a BatchNorm's backward that does not look at running statistics."""
+    return node.target is aten.native_batch_norm_backward.default and node.args[7] is True
+
+
+def _is_cudnns(node: fx.Node) -> bool:
+    """Whether eager PyTorch would hand this BatchNorm to cuDNN."""
+    x, weight, bias, mean, variance = (_fake(arg) for arg in node.args[:5])
+    if x.device.type != "cuda" or weight is None:
+        return False
+    epsilon = node.args[7]
+    backend = torch._C._select_batch_norm_backend(x, weight, bias, mean, variance, True, epsilon)
+    return bool(backend == torch._C._BatchNormBackend.Cudnn)
+
+
+def _fake(arg: Any) -> Any:
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
+def _fake_result(target: Any, arguments: tuple[Any, ...]) -> Any:
+    fakes = [_fake(arg) for arg in arguments]
+    with fakes[0].fake_mode:
+        return target(*fakes)

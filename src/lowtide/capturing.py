@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -22,22 +23,23 @@ from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 from lowtide.building import GraphBuilder
 from lowtide.errors import BadRequest, CannotCapture, LowtideError
-from lowtide.faking import Resident, Twins, faked, stage, unnoticed_by_transformers
+from lowtide.faking import Resident, Twins, faked, stage
 from lowtide.graph import Graph, Op, Origin, Phase, Role
 from lowtide.recording import Recorder, Spot
 from lowtide.rules import cuda_rules
 from lowtide.sections import OUTSIDE, Eagerly, Modules, Sections, dynamo
-from lowtide.training import NOTHING_TO_TRAIN, arguments, carried_loss
+from lowtide.training import NOTHING_TO_TRAIN, Example, arguments, carried_loss
 from lowtide.userlines import current_line, described, is_users, line_of
 
 aten = torch.ops.aten
 Loss = Callable[[Any], torch.Tensor]
+_Run = Callable[[Any, nn.Module, Loss | None, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
 Twin = Callable[[torch.Tensor, str], torch.Tensor]  # the fake of a tensor, given its name
 
 
 def capture(
     model: nn.Module,
-    example: tuple[Any, ...] | Mapping[str, Any] | torch.Tensor,
+    example: Example,
     loss: Loss | None = None,
     *,
     device: str | torch.device | None = None,
@@ -69,6 +71,32 @@ def capture(
             AOTAutograd fails; the message names the user's line.
         BadRequest: nothing in the output depends on a parameter that requires gradients.
     """
+    return _capture(model, example, loss, device, name, _step_in_one)
+
+
+def capture_forward(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None = None,
+    *,
+    device: str | torch.device | None = None,
+    name: str | None = None,
+) -> Graph:
+    """Like `capture`, with nothing but the model's forward handed to Dynamo, as when a plan is applied.
+
+    What the model's own hooks do, and the loss, runs eagerly, and is written down as such.
+    """
+    return _capture(model, example, loss, device, name, _step_around_forward)
+
+
+def _capture(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None,
+    device: str | torch.device | None,
+    name: str | None,
+    run: _Run,
+) -> Graph:
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         builder, twins = stage([model], device, name or type(model).__name__, Origin.JOINT)
@@ -77,12 +105,11 @@ def capture(
             dynamo(),
             faked(twins, [model, *_criteria(loss, model)], None),
             _over_fakes(recorder.batch, loss) as loss_of_fakes,
-            unnoticed_by_transformers(),
             cuda_rules() if builder.relabel else nullcontext(),
         ):
             args, kwargs = _fake_arguments(recorder.batch, model, example)
             with twins.mode, recorder:
-                return _recorded(recorder, model, loss_of_fakes, args, kwargs)
+                return _recorded(recorder, model, loss_of_fakes, args, kwargs, run)
 
 
 def _recorded(
@@ -91,16 +118,39 @@ def _recorded(
     loss: Loss | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    run: _Run,
 ) -> Graph:
     """Run the step and return its graph. The output is referenced to the end, as in a training loop."""
-    step = torch.compile(_captured_step, backend=recorder.sections.backend, dynamic=False)
     with _explained():
-        output = step(model, loss, args, kwargs)
+        output, kept = run(recorder.sections.backend, model, loss, args, kwargs)
     roots = _roots(output, loss)
     tangents = recorder.tangents(roots)
     with _explained():
         torch.autograd.backward(roots, tangents)
-    return recorder.finish()
+    graph = recorder.finish()
+    del kept
+    return graph
+
+
+def _step_in_one(
+    backend: Any, model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Forward and loss, compiled together: what they return, and what a training loop would hold on to."""
+    output = torch.compile(_captured_step, backend=backend, dynamic=False)(model, loss, args, kwargs)
+    return output, None
+
+
+def _step_around_forward(
+    backend: Any, model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The forward compiled, the loss not; the model's output is held on to beside the loss."""
+    forward = torch.compile(type(model).forward, backend=backend, dynamic=False)
+    own = model.__dict__.get("forward")
+    if own is not None:
+        forward = torch.compile(own, backend=backend, dynamic=False)
+    with patch.dict(model.__dict__, forward=forward if own is not None else partial(forward, model)):
+        output = model(*args, **kwargs)
+    return (output, None) if loss is None else (loss(output), output)
 
 
 def _captured_step(model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

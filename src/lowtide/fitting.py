@@ -14,7 +14,7 @@ from torch import nn
 
 from lowtide.caching import cached
 from lowtide.errors import BadRequest, LowtideError
-from lowtide.graph import Op
+from lowtide.graph import Graph, Op
 from lowtide.profiling import profile as run_each_op
 from lowtide.rules import CONTEXT_BYTES, price
 from lowtide.simulation import Category
@@ -216,15 +216,15 @@ def trace_training(
     """A dry run of the step that `fit` describes, with the costs of its ops if `profile`."""
     updates = None if optimizer is None else build_optimizer(optimizer, model, device)
     step = training_step(model, example, loss, updates)
-    with _empty_gradients(model), _blaming_the_users_code():
+    with empty_gradients(model), blaming_the_users_code():
         trace = dry_run(
             step, model=model, optimizer=updates, device=device, warmup=0 if updates is None else 1, name=name
         )
-    return _with_costs(trace, progress) if profile else trace
+    return replace(trace, graph=with_costs(trace.graph, progress)) if profile else trace
 
 
 @contextmanager
-def _empty_gradients(model: nn.Module) -> Iterator[None]:
+def empty_gradients(model: nn.Module) -> Iterator[None]:
     """Without the gradients that an earlier step has left, while the block runs."""
     left = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
@@ -237,7 +237,8 @@ def _empty_gradients(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _blaming_the_users_code() -> Iterator[None]:
+def blaming_the_users_code() -> Iterator[None]:
+    """Turn what the user's code raises while the block runs into BadRequest, with the user's own frames."""
     try:
         yield
     except LowtideError:
@@ -258,10 +259,11 @@ def _is_lowtides_bug(error: Exception) -> bool:
 # Costs -----------------------------------------------------------------------------------------------
 
 
-def _with_costs(trace: Trace, progress: Progress | None) -> Trace:
-    if _is_here(trace.graph.device):
-        return run_each_op(trace, progress=progress)
-    return replace(trace, graph=price(trace.graph))
+def with_costs(graph: Graph, progress: Progress | None = None) -> Graph:
+    """`graph` with costs: measured where its device is, else those that are known of it."""
+    if _is_here(graph.device):
+        return run_each_op(graph, progress=progress)
+    return price(graph)
 
 
 def _is_here(device: str) -> bool:

@@ -11,23 +11,30 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
+from lowtide.applying import remove, set_aside
+from lowtide.budgeting import StepBudget
 from lowtide.caching import cached
 from lowtide.chain import Chain
 from lowtide.cutting import Granularity, Step
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.fitting import Progress, trace_training
 from lowtide.graph import Phase, Role
+from lowtide.identity import described_inputs, fingerprint
 from lowtide.plans import Plan
-from lowtide.segments import Model, apply, described_inputs, fingerprint, set_aside
+from lowtide.rerouting import reroute
+from lowtide.segments import Model
+from lowtide.segments import apply as apply_segments
 from lowtide.sizing import chain_of
-from lowtide.solution import Confirmation, Solution
-from lowtide.solvers import default_method, solve
-from lowtide.solvers.method import Method
+from lowtide.solution import Confirmation, GraphSolution, Solution
+from lowtide.solvers import default_method, is_scheduler, solve
+from lowtide.solvers.graphs import LOWEST
+from lowtide.solvers.method import Method, Scheduler
 from lowtide.tracing import Trace
 from lowtide.training import Arguments, Example, Loss, arguments
 from lowtide.units import parse_budget
 
 _TRIES = 6
+ON_NEW_SHAPE = ("plan", "error")
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class Rehearsal:
             CannotApply: the model cannot be recomputed as planned.
         """
         with set_aside(self.model):
-            apply(self.model, solution)
+            apply_segments(self.model, solution)
             try:
                 trace = self._trace()
             except BadRequest as error:
@@ -173,35 +180,49 @@ def plan(
     example: Example,
     *,
     budget: str | int | None = None,
-    method: str | Method | None = None,
+    method: str | Method | Scheduler | None = None,
     loss: Loss | None = None,
     optimizer: str | None = None,
+    accumulate: int = 1,
     granularity: str | Granularity = Granularity.LAYER,
     modules: Collection[str] | None = None,
     device: str | torch.device | None = None,
     profile: bool = True,
     name: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Solution:
-    """Plan which layers of `model` to recompute when it trains on a batch like `example`.
+) -> Solution | GraphSolution:
+    """Plan what to recompute when `model` trains on a batch like `example`.
 
-    The model is cut into a chain (`granularity` "fine", "layer" or "block", or around the `modules`
-    named), `method` chooses, and the plan is tried out: `solution.confirmation.peak_bytes` is the peak
-    of a dry run of the whole step with the plan applied. With a `budget`, in bytes or as a part of the
-    plain peak ("60%"), that peak is within it. Without one the method minimises what it minimises. Unless
-    told, rotor plans within a budget and hong-linear without one.
+    With a `budget` (bytes, "8GiB", a part of the plain peak, "60%", or "min" for the lowest peak that can be
+    reached) the step is planned op by op unless `method` says otherwise: the peak of the whole step is
+    within the budget, and the plan adds as little time as it can. `accumulate` counts the backward
+    calls between two updates; with more than one, gradients are there when a forward begins.
+
+    A method for chains ("rotor", "hong-linear", …) plans layers instead: the model is cut into a chain
+    (`granularity` "fine", "layer" or "block", or around the `modules` named), and the plan is tried out:
+    `solution.confirmation.peak_bytes` is the peak of a dry run of the whole step with the plan applied.
+    Without a budget such a method minimises what it minimises. Unless told, "auto" plans within a budget and
+    hong-linear without one.
 
     `example`, `loss`, `optimizer`, `device` and `profile` are as in `lowtide.fit`. The model is left as
     it was, a plan that it has included; `lowtide.apply(model, solution)` puts the new one to work.
 
     Raises:
         InfeasibleBudget: no plan of this method fits.
-        CannotApply: a part of the model cannot be run twice.
+        CannotCapture: op by op, Dynamo or AOTAutograd cannot follow the model.
+        CannotApply: layer by layer, a part of the model cannot be run twice.
         BadRequest: the model cannot be cut, or an argument makes no sense.
         CannotTrace: the dry run cannot follow the step.
     """
+    chosen = method or default_method(budget)
+    if is_scheduler(chosen):
+        _refuse_cutting(granularity, modules)
+        step = StepBudget(model, example, loss, optimizer, accumulate, device, profile, name, progress)
+        return step.solve(chosen, budget)
+    assert not isinstance(chosen, Scheduler)
+    _refuse_op_level_requests(budget, accumulate)
     rehearsal = Rehearsal(model, example, loss, optimizer, device, profile, name, progress)
-    return rehearsal.solve(rehearsal.chain(granularity, modules), method or default_method(budget), budget)
+    return rehearsal.solve(rehearsal.chain(granularity, modules), chosen, budget)
 
 
 def optimize(
@@ -209,9 +230,11 @@ def optimize(
     example: Example,
     *,
     budget: str | int | None = None,
-    method: str | Method | None = None,
+    method: str | Method | Scheduler | None = None,
     loss: Loss | None = None,
     optimizer: str | None = None,
+    accumulate: int = 1,
+    on_new_shape: str = "plan",
     granularity: str | Granularity = Granularity.LAYER,
     modules: Collection[str] | None = None,
     device: str | torch.device | None = None,
@@ -220,21 +243,86 @@ def optimize(
     """Plan and apply at once: `model` itself, now within the budget when it trains.
 
     Inputs of another shape than `example`, and other numbers or words among the model's arguments, are
-    planned for when they are met first, under the same budget (a warning says so once), and remembered. A
-    budget given as a part of the plain peak stays the number of bytes that it meant for `example`. `loss`
-    has to work with any of these inputs, so labels belong among the model's arguments, or into a loss
-    that finds those of its batch. The other arguments are as in `lowtide.plan`.
+    planned for when they are met first, under the same budget (a warning says so once), and remembered;
+    with `on_new_shape="error"` they are refused. A budget given as a part of the plain peak stays the
+    number of bytes that it meant for `example`. `loss` has to work with any of these inputs, so labels
+    belong among the model's arguments, or into a loss that finds those of its batch. The other arguments
+    are as in `lowtide.plan`.
 
     Raises:
         InfeasibleBudget: no plan of this method fits; for new inputs, when they are met.
-        CannotApply, BadRequest, CannotTrace: as in `lowtide.plan`.
+        CannotApply, CannotCapture, BadRequest, CannotTrace: as in `lowtide.plan`.
     """
+    if on_new_shape not in ON_NEW_SHAPE:
+        raise BadRequest(f"on_new_shape is {on_new_shape!r}; it is one of {', '.join(ON_NEW_SHAPE)}.")
+    chosen = method or default_method(budget)
+    on_new_inputs = "error" if on_new_shape == "error" else "warn"
+    if is_scheduler(chosen):
+        _refuse_cutting(granularity, modules)
+        step = StepBudget(model, example, loss, optimizer, accumulate, device, profile)
+        planned = step.solve(chosen, budget)
+        anew = _OpsAnew(loss, optimizer, accumulate, device, profile, chosen, step.bytes_of(budget))
+        remove(model)
+        return reroute(
+            model,
+            planned,
+            on_new_inputs=on_new_inputs,
+            accumulate=accumulate,
+            replan=anew if on_new_shape == "plan" else None,
+        )
+    assert not isinstance(chosen, Scheduler)
+    _refuse_op_level_requests(budget, accumulate)
     first = Rehearsal(model, example, loss, optimizer, device, profile)
     budget_bytes = None if budget is None else parse_budget(budget, _peak_bytes(first.plain))
-    chosen = method or default_method(budget)
     solution = first.solve(first.chain(granularity, modules), chosen, budget_bytes)
     again = _Again(loss, optimizer, device, profile, granularity, modules, chosen, budget_bytes)
-    return apply(model, solution, replan=again)
+    remove(model)
+    return apply_segments(
+        model, solution, on_new_inputs=on_new_inputs, replan=again if on_new_shape == "plan" else None
+    )
+
+
+def _refuse_cutting(granularity: str | Granularity, modules: Collection[str] | None) -> None:
+    if modules is not None or _granularity(granularity) is not Granularity.LAYER:
+        raise BadRequest(
+            "granularity and modules say how to cut a model into a chain of layers; this method plans op by "
+            "op and cuts nothing. Leave them out, or choose a method for chains, such as rotor."
+        )
+
+
+def _refuse_op_level_requests(budget: str | int | None, accumulate: int) -> None:
+    if budget == LOWEST:
+        raise BadRequest(
+            'the budget "min" is for methods that plan op by op (auto). Without a budget, a method for '
+            "chains finds the lowest peak that it can."
+        )
+    if accumulate != 1:
+        raise BadRequest("accumulate is for methods that plan op by op (auto); leave it out for chains.")
+
+
+@dataclass(frozen=True)
+class _OpsAnew:
+    """Plans for other inputs as for the first ones, op by op."""
+
+    loss: Loss | None
+    optimizer: str | None
+    accumulate: int
+    device: str | torch.device | None
+    profile: bool
+    method: str | Scheduler
+    budget_bytes: int | None
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSolution:
+        step = StepBudget(
+            model,
+            Arguments(args, kwargs),
+            self.loss,
+            self.optimizer,
+            self.accumulate,
+            self.device,
+            self.profile,
+        )
+        return step.solve(self.method, self.budget_bytes)
 
 
 @dataclass(frozen=True)

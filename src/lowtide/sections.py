@@ -26,6 +26,7 @@ from torch._functorch.partitioners import default_partition
 
 from lowtide.attribution import Attribution, Place
 from lowtide.building import storage_key, tensors_in
+from lowtide.faking import unnoticed_by_transformers
 from lowtide.graph import Phase
 from lowtide.recording import Spot
 from lowtide.rewriting import use_eager_kernels
@@ -67,16 +68,29 @@ def settings() -> dict[str, Any]:
 @contextmanager
 def dynamo() -> Iterator[None]:
     """Dynamo set up for a capture; afterwards it is as before, and remembers nothing."""
+    with compiling():
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Dynamo set up as for a capture, so that it captures the same graphs; afterwards it is as before."""
     chatty = [logging.getLogger(name) for name in _CHATTY]
     for logger in chatty:
         logger.addFilter(_silence)
     try:
-        with torch._dynamo.config.patch(settings()), warnings.catch_warnings():
+        with (
+            torch._dynamo.config.patch(settings()),
+            unnoticed_by_transformers(),
+            warnings.catch_warnings(),
+        ):
             # Dynamo itself looks at what comes out of one graph and goes into the next.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield
     finally:
-        torch._dynamo.reset()
         for logger in chatty:
             logger.removeFilter(_silence)
 

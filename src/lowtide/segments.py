@@ -12,11 +12,10 @@ the forward changes, such as the running statistics of BatchNorm, are changed by
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +23,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 from torch.utils.hooks import RemovableHandle
 
 from lowtide.buffers import UnitBuffers, forget_scratch
 from lowtide.errors import BadRequest, CannotApply
+from lowtide.identity import described_inputs, fingerprint
 from lowtide.passing import Pass, close
 from lowtide.placing import Edge, Placement, Unit, place
 from lowtide.solution import Solution
@@ -92,25 +91,6 @@ def set_aside(model: nn.Module) -> Iterator[None]:
         if isinstance(runner, _Runner):
             runner.attach(model)
             setattr(model, _ATTRIBUTE, runner)
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Tells models apart: their parameters and buffers by name, shape and type."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def described_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a model is called with, as far as shapes and paths depend on it: 'float32[2, 3, 32, 32]', '3'."""
-    leaves = tree_flatten((args, {key: kwargs[key] for key in sorted(kwargs)}))[0]
-    return tuple(
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-        if isinstance(leaf, torch.Tensor)
-        else repr(leaf)
-        for leaf in leaves
-        if isinstance(leaf, (torch.Tensor, bool, int, float, str))
-    )
 
 
 @dataclass(frozen=True, slots=True)

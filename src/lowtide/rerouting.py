@@ -1,0 +1,234 @@
+"""A model whose forward runs as a schedule plans it.
+
+The model's `forward` is replaced, on this one instance, by an object that hands it to Dynamo with a
+backend of ours (see `execution`). Class, parameters, hooks and the keys of `state_dict` stay. Where
+gradients are off, or the model is in another mode than when it was planned, nothing happens at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lowtide.errors import BadRequest, CannotApply
+from lowtide.execution import Execution
+from lowtide.identity import described_inputs, fingerprint
+from lowtide.sections import compiling
+from lowtide.solution import GraphSolution
+
+Model = TypeVar("Model", bound=nn.Module)
+Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], GraphSolution]
+ON_NEW_INPUTS = ("warn", "error", "ignore")
+_FORWARD = "forward"
+
+
+def reroute(
+    model: Model,
+    solution: GraphSolution,
+    *,
+    on_new_inputs: str = "warn",
+    accumulate: int = 1,
+    replan: Replan | None = None,
+) -> Model:
+    """Make `model` train as `solution` plans, in place, and return it; see `lowtide.apply`."""
+    if on_new_inputs not in ON_NEW_INPUTS:
+        raise BadRequest(f"on_new_inputs is {on_new_inputs!r}; it is one of {', '.join(ON_NEW_INPUTS)}.")
+    check(model, solution)
+    restore(model)
+    model.__dict__[_FORWARD] = _Route(model, {solution.inputs: solution}, on_new_inputs, accumulate, replan)
+    return model
+
+
+def restore(model: nn.Module) -> None:
+    """Give `model` its own forward back, if it has another."""
+    route = model.__dict__.get(_FORWARD)
+    if isinstance(route, _Route):
+        del model.__dict__[_FORWARD]
+        if route.own is not None:
+            model.__dict__[_FORWARD] = route.own
+
+
+@contextmanager
+def own_forward(model: nn.Module) -> Iterator[None]:
+    """The model with its own forward while the block runs."""
+    route = model.__dict__.get(_FORWARD)
+    restore(model)
+    try:
+        yield
+    finally:
+        restore(model)
+        if isinstance(route, _Route):
+            model.__dict__[_FORWARD] = route
+
+
+def check(model: Model, solution: GraphSolution) -> Model:
+    """`model`, if `solution` was made for it."""
+    if not solution.fingerprint:
+        raise BadRequest(
+            f"this plan is for the graph {solution.graph.name} alone, and does not say for which model and "
+            "batch. Plan the model with lowtide.plan."
+        )
+    if solution.fingerprint != fingerprint(model):
+        raise CannotApply(
+            f"the plan was made for another model than this {type(model).__name__}: their parameters or "
+            "buffers differ in name, shape or type. Plan this model."
+        )
+    here = torch.__version__.partition("+")[0]
+    if solution.torch_version != here:
+        raise CannotApply(
+            f"the plan was made with torch {solution.torch_version}, and this is torch {here}, which may "
+            "capture other ops. Plan the model again."
+        )
+    where = next((tensor.device.type for tensor in model.parameters()), solution.graph.device)
+    if where != solution.graph.device.partition(":")[0]:
+        raise CannotApply(
+            f"the plan was made for {solution.graph.device}, and the model is on {where}. Move the model, or "
+            "plan it there."
+        )
+    return model
+
+
+@dataclass(frozen=True)
+class _Course:
+    """One way to run the model: the schedule for one kind of input."""
+
+    execution: Execution
+    compiled: Callable[..., Any]
+
+
+class _Route:
+    """Stands in for the forward of one model.
+
+    It refers to the model weakly: the model refers to it, and a circle would keep both alive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        solutions: Mapping[tuple[str, ...], GraphSolution],
+        on_new_inputs: str,
+        accumulate: int,
+        replan: Replan | None,
+    ) -> None:
+        self.own: Callable[..., Any] | None = model.__dict__.get(_FORWARD)
+        self.__signature__ = inspect.signature(model.forward)  # trainers look at it
+        self._model = weakref.ref(model)
+        self._training = model.training
+        self._solutions = dict(solutions)
+        self._on_new_inputs = on_new_inputs
+        self._accumulate = accumulate
+        self._replan = replan
+        self._courses: dict[tuple[str, ...], _Course] = {}
+        self._told: set[str] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        assert model is not None, "a model's forward is called by the model"
+        if not torch.is_grad_enabled() or model.training != self._training:
+            return self._plain(model)(*args, **kwargs)
+        self._tell_of_gradients(model)
+        course = self._course(model, args, kwargs)
+        if course is None:
+            return self._plain(model)(*args, **kwargs)
+        course.execution.begin()
+        with compiling():
+            if self.own is not None:
+                return course.compiled(*args, **kwargs)
+            return course.compiled(model, *args, **kwargs)
+
+    def _plain(self, model: nn.Module) -> Callable[..., Any]:
+        return self.own or type(model).forward.__get__(model)
+
+    def _course(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Course | None:
+        """How to run the model on these arguments; None: as if there was no plan."""
+        inputs = circumstances(model, args, kwargs)
+        if inputs in self._courses:
+            return self._courses[inputs]
+        if inputs not in self._solutions:
+            if self._replan is None:
+                return self._without_plan(inputs)
+            self._tell(
+                "new inputs",
+                f"the model was not planned for its inputs ({_difference(inputs, self._solutions)}). They are "
+                "planned for now, under the same budget, and remembered; so are others from now on.",
+            )
+            self._solutions[inputs] = self._replan(model, args, kwargs)
+        solution = self._solutions[inputs]
+        execution = Execution(solution.graph, solution.schedule)
+        function = self.own or type(model).forward
+        compiled = torch.compile(function, backend=execution.backend, dynamic=False)
+        self._courses[inputs] = _Course(execution, compiled)
+        return self._courses[inputs]
+
+    def _without_plan(self, inputs: tuple[str, ...]) -> None:
+        problem = f"the plan is not for these inputs: {_difference(inputs, self._solutions)}."
+        if self._on_new_inputs == "error":
+            raise CannotApply(
+                f"{problem} Plan for them, or use lowtide.optimize, which plans for new inputs when it meets "
+                "them."
+            )
+        if self._on_new_inputs == "warn":
+            self._tell("unplanned", f"{problem} The model runs without a plan, and may exceed the budget.")
+
+    def _tell_of_gradients(self, model: nn.Module) -> None:
+        if self._accumulate > 1 or "gradients" in self._told:
+            return
+        if any(parameter.grad is not None for parameter in model.parameters()):
+            self._tell(
+                "gradients",
+                "gradients of an earlier backward are still there when a forward begins, and the plan does "
+                "not count them: the budget may be exceeded by their size. Declare it with accumulate=2 or "
+                "more when planning, or set them to None between steps.",
+            )
+
+    def _tell(self, subject: str, text: str) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            warnings.warn(f"lowtide: {text}", stacklevel=4)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Route:
+        """For the copy of the model, which is being made."""
+        model = self._model()
+        copied = memo.get(id(model))
+        if copied is None:
+            raise CannotApply("the forward of a planned model cannot be copied by itself. Copy the model.")
+        own = copy.deepcopy(self.own, memo)
+        made = _Route.__new__(_Route)
+        made.__dict__.update(self.__dict__)
+        made.__dict__.update(own=own, _model=weakref.ref(copied), _courses={}, _told=set())
+        made._solutions = dict(self._solutions)
+        return made
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(
+            "a model with a plan cannot be pickled whole. Save its state_dict, or take the plan off first: "
+            "lowtide.remove(model)."
+        )
+
+
+def circumstances(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Everything that decides which ops the model runs: its inputs, autocast, and what is frozen."""
+    found = [*described_inputs(args, kwargs)]
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    if torch.is_autocast_enabled(device):
+        found.append(f"autocast {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}")
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        found.append(f"frozen {hashlib.sha256(' '.join(frozen).encode()).hexdigest()[:16]}")
+    return tuple(found)
+
+
+def _difference(inputs: tuple[str, ...], known: Mapping[tuple[str, ...], Any]) -> str:
+    first = next(iter(known))
+    return f"{', '.join(inputs) or 'none'} instead of {', '.join(first) or 'none'}"

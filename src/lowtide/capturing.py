@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -81,12 +82,15 @@ def capture_forward(
     *,
     device: str | torch.device | None = None,
     name: str | None = None,
+    assumptions: Collection[str] = (),
 ) -> Graph:
     """Like `capture`, with nothing but the model's forward handed to Dynamo, as when a plan is applied.
 
-    What the model's own hooks do, and the loss, runs eagerly, and is written down as such.
+    What the model's own hooks do, and the loss, runs eagerly, and is written down as such. `assumptions`
+    are those of a dry run of the same step.
     """
-    return _capture(model, example, loss, device, name, _step_around_forward)
+    graph = _capture(model, example, loss, device, name, _step_around_forward, assumptions)
+    return replace(graph, assumptions=tuple(assumptions))
 
 
 def _capture(
@@ -96,13 +100,14 @@ def _capture(
     device: str | torch.device | None,
     name: str | None,
     run: _Run,
+    assumptions: Collection[str] = (),
 ) -> Graph:
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         builder, twins = stage([model], device, name or type(model).__name__, Origin.JOINT)
         recorder = _GraphRecorder(builder, twins, model)
         with (
-            dynamo(),
+            dynamo(assumptions),
             faked(twins, [model, *_criteria(loss, model)], None),
             _over_fakes(recorder.batch, loss) as loss_of_fakes,
             cuda_rules() if builder.relabel else nullcontext(),
@@ -180,7 +185,7 @@ class _GraphRecorder(Recorder):
     def spot(self, func: Any, args: tuple[Any, ...]) -> Spot:
         spot = self.sections.here or self._outside()
         owner = self._owner_of_buffer(func, args)
-        return dataclasses.replace(spot, module=owner) if owner else spot
+        return replace(spot, module=owner) if owner else spot
 
     def _outside(self) -> Spot:
         phase = self._eagerly.phase()

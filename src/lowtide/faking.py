@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -152,31 +150,6 @@ def faked(
         for restore in undo:
             restore()
         _restore_random_state(streams)
-
-
-@contextmanager
-def unnoticed_by_transformers() -> Iterator[None]:
-    """Keep transformers from taking other paths because tensors are fake, or because Dynamo looks on.
-
-    Traced, it builds masks that it would do without, and with a mask attention takes slower kernels.
-    """
-    with ExitStack() as patches:
-        utilities = sys.modules.get("transformers.utils.import_utils")
-        if hasattr(utilities, "is_fake_tensor"):
-            patches.enter_context(patch.object(utilities, "is_fake_tensor", _is_never_fake))
-        masks = sys.modules.get("transformers.masking_utils")
-        if hasattr(masks, "is_tracing"):
-            patches.enter_context(patch.object(masks, "is_tracing", _depends_on_numbers))
-        yield
-
-
-def _is_never_fake(_: object) -> bool:
-    return False
-
-
-def _depends_on_numbers(mask: object = None) -> bool:
-    """Whether a mask can be skipped is known beforehand without padding; with it, its numbers decide."""
-    return mask is not None and torch.compiler.is_compiling()
 
 
 def _fake_module(twins: Twins, path: str, module: nn.Module) -> None:

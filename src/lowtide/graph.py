@@ -146,6 +146,8 @@ class Graph:
     `device` is where memory is counted; values elsewhere are listed but weigh nothing.
     `outputs` are the values that outlive the step (the loss, new gradients, …).
     `notes` say in words what the graph does not know, such as a tensor's value that had to be guessed.
+    `assumptions` are what was found to be so whatever the batch, and was taken for granted in capturing:
+    running the graph has to do the same.
     """
 
     name: str
@@ -157,6 +159,7 @@ class Graph:
     outputs: frozenset[int] = frozenset()
     profiled_on: str | None = None
     notes: tuple[str, ...] = field(default=())
+    assumptions: tuple[str, ...] = field(default=())
 
     @cached_property
     def creator(self) -> Mapping[int, int]:

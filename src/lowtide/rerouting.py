@@ -142,7 +142,7 @@ class _Route:
         if course is None:
             return self._plain(model)(*args, **kwargs)
         course.execution.begin()
-        with compiling():
+        with compiling(course.execution.graph.assumptions):
             if self.own is not None:
                 return course.compiled(*args, **kwargs)
             return course.compiled(model, *args, **kwargs)
@@ -160,7 +160,7 @@ class _Route:
                 return self._without_plan(inputs)
             self._tell(
                 "new inputs",
-                f"the model was not planned for its inputs ({_difference(inputs, self._solutions)}). They are "
+                f"the model meets inputs without a plan ({_difference(inputs, self._solutions)}). They are "
                 "planned for now, under the same budget, and remembered; so are others from now on.",
             )
             self._solutions[inputs] = self._replan(model, args, kwargs)

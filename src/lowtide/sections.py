@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -26,10 +26,10 @@ from torch._functorch.partitioners import default_partition
 
 from lowtide.attribution import Attribution, Place
 from lowtide.building import storage_key, tensors_in
-from lowtide.faking import unnoticed_by_transformers
 from lowtide.graph import Phase
 from lowtide.recording import Spot
 from lowtide.rewriting import use_eager_kernels
+from lowtide.transformers_paths import unnoticed_by_transformers
 from lowtide.userlines import described, is_users
 
 # Dynamo as lowtide wants it: every graph there is, each for exactly these sizes, and no silence about it.
@@ -66,9 +66,9 @@ def settings() -> dict[str, Any]:
 
 
 @contextmanager
-def dynamo() -> Iterator[None]:
+def dynamo(assumptions: Collection[str] = ()) -> Iterator[None]:
     """Dynamo set up for a capture; afterwards it is as before, and remembers nothing."""
-    with compiling():
+    with compiling(assumptions):
         try:
             yield
         finally:
@@ -76,15 +76,18 @@ def dynamo() -> Iterator[None]:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """Dynamo set up as for a capture, so that it captures the same graphs; afterwards it is as before."""
+def compiling(assumptions: Collection[str] = ()) -> Iterator[None]:
+    """Dynamo set up as for a capture, so that it captures the same graphs; afterwards it is as before.
+
+    `assumptions` are those of the captured graph.
+    """
     chatty = [logging.getLogger(name) for name in _CHATTY]
     for logger in chatty:
         logger.addFilter(_silence)
     try:
         with (
             torch._dynamo.config.patch(settings()),
-            unnoticed_by_transformers(),
+            unnoticed_by_transformers(assumptions),
             warnings.catch_warnings(),
         ):
             # Dynamo itself looks at what comes out of one graph and goes into the next.

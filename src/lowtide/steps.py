@@ -43,7 +43,9 @@ def step_graph(
     """
     if accumulate < 1:
         raise BadRequest(f"accumulate is {accumulate}; it counts the backward calls between two updates.")
-    captured = capture_forward(model, example, loss, device=device, name=name)
+    captured = capture_forward(
+        model, example, loss, device=device, name=name, assumptions=plain.graph.assumptions
+    )
     graph = with_costs(captured, progress) if profile else captured
     if accumulate > 1:
         graph = _with_gradients(graph)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,12 +20,13 @@ from torch import nn
 from lowtide.attribution import Attribution
 from lowtide.building import GraphBuilder
 from lowtide.errors import BadRequest, CannotTrace
-from lowtide.faking import Resident, Twins, faked, stage, unnoticed_by_transformers
+from lowtide.faking import Resident, faked, stage
 from lowtide.graph import Call, Graph, Op, Origin, Phase, Role
 from lowtide.recording import Recorder, Spot
 from lowtide.rules import cuda_rules
 from lowtide.schedule import Compute, Free, Schedule, Step
 from lowtide.simulation import Timeline, simulate
+from lowtide.transformers_paths import Positions, unnoticed_by_transformers
 from lowtide.userlines import current_line
 
 aten = torch.ops.aten
@@ -90,43 +91,54 @@ def dry_run(
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
         raise BadRequest("dry_run needs at least one model")
-    builder, twins = stage(models, device, name or type(models[0]).__name__, Origin.EAGER)
-    builder.notes.update(dict.fromkeys(_unfollowed(models)))
-    recorder = _StepRecorder(builder, twins, models)
-    follow = recorder.follow
-    with ExitStack() as stack:
-        stack.enter_context(faked(twins, models, optimizer, _stateful_things_used_by(step)))
-        stack.enter_context(twins.mode)
-        stack.enter_context(unnoticed_by_transformers())
-        if builder.relabel:
-            stack.enter_context(cuda_rules())
-        elif builder.device == "cpu":
-            stack.enter_context(_random_states_counted())
-        stack.enter_context(follow.following(models))
-        stack.enter_context(recorder)
-        for _ in range(warmup):
-            step()
-        recorder.begin(optimizer)
-        result = step()
-        trace = recorder.end(optimizer)
-        del result
-    return trace
+    return StepRecorder(models, device, name).run(step, optimizer, warmup)
 
 
-class _StepRecorder(Recorder):
+class StepRecorder(Recorder):
     """Writes down one step among several, with the order of computes and frees."""
 
-    def __init__(self, builder: GraphBuilder, twins: Twins, models: Sequence[nn.Module]) -> None:
-        super().__init__(builder, twins)
+    def __init__(
+        self, models: Sequence[nn.Module], device: str | torch.device | None = None, name: str | None = None
+    ) -> None:
+        super().__init__(*stage(models, device, name or type(models[0]).__name__, Origin.EAGER))
+        self.builder.notes.update(dict.fromkeys(_unfollowed(models)))
+        self.models = models
         self.follow = Attribution(models, lambda: len(self.builder.ops))
         self.steps: list[Step] = []
         self.forward_ops: dict[int, int] = {}
+        self.positions = Positions(lambda: self.builder)
         self._recording = False
         self._parameters: list[Resident] = []
 
+    def run(
+        self,
+        step: Callable[[], object],
+        optimizer: torch.optim.Optimizer | None = None,
+        warmup: int = 0,
+    ) -> Trace:
+        """What `step` does, once it has run `warmup` times; see `dry_run`. A recorder runs once."""
+        with ExitStack() as stack:
+            stack.enter_context(faked(self.twins, self.models, optimizer, _stateful_things_used_by(step)))
+            stack.enter_context(self.twins.mode)
+            stack.enter_context(unnoticed_by_transformers())
+            stack.enter_context(self.positions.watched())
+            if self.builder.relabel:
+                stack.enter_context(cuda_rules())
+            elif self.builder.device == "cpu":
+                stack.enter_context(_random_states_counted())
+            stack.enter_context(self.follow.following(self.models))
+            stack.enter_context(self)
+            for _ in range(warmup):
+                step()
+            self._begin(optimizer)
+            result = step()
+            trace = self._end(optimizer)
+            del result
+        return trace
+
     # The window ---------------------------------------------------------------------------------------
 
-    def begin(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _begin(self, optimizer: torch.optim.Optimizer | None) -> None:
         """What is alive now is resident; what happens from now on is the step."""
         self.register_residents()
         fresh = GraphBuilder(
@@ -143,12 +155,13 @@ class _StepRecorder(Recorder):
         self.follow.begin()
         self._recording = True
 
-    def end(self, optimizer: torch.optim.Optimizer | None) -> Trace:
+    def _end(self, optimizer: torch.optim.Optimizer | None) -> Trace:
         """The step is over: whatever is alive outlives it."""
         self._recording = False
         self._mark_optimizer_state(optimizer)
         outputs = [value for _, value in self.alive()]
         graph, schedule = self.builder.finish(outputs), Schedule(tuple(self.steps))
+        graph = replace(graph, assumptions=self.positions.assumptions)
         return Trace(graph, schedule, tuple(self.follow.calls), dict(self.forward_ops))
 
     # Ops ----------------------------------------------------------------------------------------------

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
+from lowtide.bounds import least_peak_bytes
 from lowtide.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Tensor, Value
 from lowtide.schedule import Compute, Free, Schedule
+from lowtide.simulation import simulate
+from lowtide.solution import GraphSolution, Status
+from lowtide.solvers.graphs import extra_seconds
 from lowtide.validation import validate
 
 
@@ -149,6 +154,57 @@ def steps(*codes: int | str) -> Schedule:
     return Schedule(
         tuple(Compute(code) if isinstance(code, int) else Free(int(code.removeprefix("f"))) for code in codes)
     )
+
+
+def three_layers() -> Graph:
+    """Three layers and their backward, with times. Values, ops, bytes, seconds:
+
+    resident   0 weight 50   1 image 100
+    op 0 stem      (image, weight) → 2 wide 1000     1 s
+    op 1 layers.0  (wide) → 3 middle 400             2 s
+    op 2 layers.1  (middle) → 4 narrow 300           4 s
+    op 3 sum       (narrow) → 5 loss 4
+    op 4 backward of layers.1  (loss, narrow) → 6 narrow.grad 300      8 s
+    op 5 backward of the rest  (narrow.grad, middle, wide) → 7 weight.grad 50      workspace 7, 5 s
+    """
+    drawing = Drawing()
+    weight = drawing.value("weight", 50, Role.PARAMETER, module="stem")
+    image = drawing.value("image", 100, Role.BATCH)
+    wide = drawing.value("wide", 1000, module="stem")
+    middle = drawing.value("middle", 400, module="layers.0")
+    narrow = drawing.value("narrow", 300, module="layers.1")
+    loss = drawing.value("loss", 4)
+    narrow_grad = drawing.value("narrow.grad", 300, module="layers.1")
+    weight_grad = drawing.value("weight.grad", 50, Role.GRADIENT, module="stem")
+    drawing.op("aten.mm.default", [image, weight], [wide], module="stem", seconds=1.0)
+    drawing.op("aten.relu.default", [wide], [middle], module="layers.0", seconds=2.0)
+    drawing.op("aten.relu.default", [middle], [narrow], module="layers.1", seconds=4.0)
+    drawing.op("aten.sum.default", [narrow], [loss])
+    back = Phase.BACKWARD
+    drawing.op("aten.mul.Tensor", [loss, narrow], [narrow_grad], phase=back, module="layers.1", seconds=8.0)
+    drawing.op(
+        "aten.mm.default",
+        [narrow_grad, middle, wide],
+        [weight_grad],
+        phase=back,
+        module="stem",
+        workspace=7,
+        seconds=5.0,
+    )
+    return drawing.graph(outputs=[loss, weight_grad], name="three layers")
+
+
+def solved(graph: Graph, schedule: Schedule, **fields: Any) -> GraphSolution:
+    """A solution as the referee would see it, for a schedule drawn by hand."""
+    known: dict[str, Any] = {
+        "method": "by hand",
+        "status": Status.FEASIBLE,
+        "peak_bytes": simulate(graph, schedule).peak_bytes,
+        "lower_bound_bytes": least_peak_bytes(graph)[0],
+        "extra_seconds": float(extra_seconds(graph, schedule)),
+        "planning_seconds": 0.0015,
+    }
+    return GraphSolution(graph=graph, schedule=schedule, **{**known, **fields})
 
 
 # Drawn at random ------------------------------------------------------------------------------------

@@ -113,6 +113,7 @@ def test_a_saved_plan_can_be_loaded_and_applied(folder: Path) -> None:
     assert result.exit_code == 0
     assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
     solution = lowtide.load_solution("out.json")
+    assert isinstance(solution, lowtide.Solution)
     assert solution.confirmation is not None
     assert solution.confirmation.peak_bytes == LEAST
     scope: dict[str, object] = {}

@@ -13,7 +13,7 @@ import tempfile
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,12 +21,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handmade import Drawing, chain, graphs, steps
+from handmade import Drawing, chain, graphs, solved, steps, three_layers
 from lowtide.documents import write_text
 from lowtide.errors import BadFile, MalformedGraph
-from lowtide.files import load_graph, save_graph
+from lowtide.files import load_graph, load_solution, save_graph, save_solution
 from lowtide.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol
 from lowtide.schedule import Compute, Free, Schedule, Step, straight
+from lowtide.solution import GraphSolution, Status
 from lowtide.validation import validate
 
 # Telling equal from nearly equal ---------------------------------------------------------------------
@@ -537,3 +538,145 @@ def test_a_graph_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> 
     with pytest.raises(MalformedGraph, match="inf seconds"):
         save_graph(endless, tmp_path / "graph.json")
     assert list(tmp_path.iterdir()) == []
+
+
+# Solutions of graphs --------------------------------------------------------------------------------
+
+
+def scheduled() -> GraphSolution:
+    """Every field of a solution, with something in it, and an op that runs again."""
+    return solved(
+        three_layers(),
+        steps(0, 1, 2, "f3", 3, 4, "f4", 1, 5, "f2", "f3", "f6"),
+        status=Status.OPTIMAL,
+        extra_seconds=0.1 + 0.2,
+        planning_seconds=5e-324,
+        budget_bytes=2**62,
+        least_extra_seconds=0.1,
+        objective_bytes=17,
+        plain_peak_bytes=2500,
+        fingerprint="0123456789abcdef",
+        inputs=("float32[2, 3]", "données ☃"),
+        torch_version="2.13.0+cpu",
+    )
+
+
+def test_the_handmade_solution_leaves_no_field_empty() -> None:
+    solution = scheduled()
+    assert all(getattr(solution, field.name) not in (None, (), "") for field in fields(solution))
+
+
+def test_a_scheduled_solution_comes_back_to_the_last_bit(tmp_path: Path) -> None:
+    save_solution(scheduled(), tmp_path / "plan.json")
+    loaded = load_solution(str(tmp_path / "plan.json"))
+    assert isinstance(loaded, GraphSolution)
+    assert loaded == scheduled()
+    assert repr(loaded) == repr(scheduled())
+    assert to_the_last_bit(loaded.graph) == to_the_last_bit(three_layers())
+    assert fits(loaded.schedule, Schedule)
+    assert str(loaded) == str(scheduled())
+
+
+def test_a_scheduled_solution_is_a_plan_file_with_a_whole_number_a_step(tmp_path: Path) -> None:
+    save_solution(scheduled(), tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert (document["lowtide"], document["schema"]) == ("plan", 1)
+    assert set(document["scheduled"]) == {field.name for field in fields(GraphSolution)}
+    assert document["scheduled"]["schedule"] == [0, 1, 2, -4, 3, 4, -5, 1, 5, -3, -4, -7]
+    with pytest.raises(BadFile, match="it is not a lowtide graph file"):
+        load_graph(tmp_path / "plan.json")
+
+
+@settings(deadline=None, max_examples=60)
+@given(graphs(names=st.text(max_size=6), args=st.lists(ARGS, max_size=3), seconds=st.floats(0, 1e300)))
+def test_the_plain_schedule_of_any_graph_comes_back(scratch: Path, graph: Graph) -> None:
+    solution = solved(graph, straight(graph))
+    save_solution(solution, scratch)
+    loaded = load_solution(scratch)
+    assert isinstance(loaded, GraphSolution)
+    assert to_the_last_bit(loaded.graph) == to_the_last_bit(graph)
+    assert (repr(loaded), loaded.schedule) == (repr(solution), solution.schedule)
+
+
+def solution_refused(document: Any, path: Path) -> BadFile | None:
+    path.write_text(json.dumps(document))
+    try:
+        load_solution(path)
+    except BadFile as refusal:
+        return refusal
+    return None
+
+
+@pytest.fixture
+def plan_document(tmp_path: Path) -> Any:
+    save_solution(scheduled(), tmp_path / "whole.json")
+    return json.loads((tmp_path / "whole.json").read_text())
+
+
+def test_every_field_of_a_scheduled_solution_is_needed_and_of_its_type(
+    plan_document: Any, tmp_path: Path
+) -> None:
+    solution = plan_document["scheduled"]
+    accepted = []
+    for name, found in solution.items():
+        without = {key: value for key, value in solution.items() if key != name}
+        assert solution_refused({**plan_document, "scheduled": without}, tmp_path / "plan.json") is not None
+        for kind, content in ONE_OF_EACH.items():
+            changed_one = {**plan_document, "scheduled": {**solution, name: content}}
+            if kind != type(found).__name__ and solution_refused(changed_one, tmp_path / "plan.json") is None:
+                accepted.append((name, kind))
+    seconds = [(name, "int") for name in ("extra_seconds", "planning_seconds", "least_extra_seconds")]
+    nothing = [(name, "NoneType") for name in ("budget_bytes", "objective_bytes", "plain_peak_bytes")]
+    assert sorted(accepted) == sorted([*seconds, *nothing])
+
+
+@pytest.mark.parametrize(
+    ("place", "content", "reason"),
+    [
+        (
+            ("peak_bytes",),
+            5,
+            "its plan is said to peak at 5 bytes, and replayed it peaks at 1911. Plan again",
+        ),
+        (("schedule",), [0, 1], "op 2 (layers.1: aten.relu) is never computed"),
+        (("schedule",), [99], "step 0 computes op 99, which is not in the graph"),
+        (("schedule",), [0, 1, -4, -4], "step 3 frees value 3 ('middle'), already freed"),
+        (("schedule",), [-1000], "step 0 frees value 999, which is not in the graph"),
+        (("schedule",), [0, True], "scheduled.schedule[1] should be int, found True"),
+        (
+            ("graph", "values", 2, "bytes"),
+            900,
+            "tensor 2 reaches 1000 bytes into value 2 ('wide'), which has 900",
+        ),
+        (("graph", "ops", 0, "seconds"), -1.0, "op 0 (stem: aten.mm) costs"),
+        (("status",), "perfect", "scheduled.status is 'perfect', not one of"),
+        (("extra_seconds",), -1.0, "scheduled.extra_seconds is no time: -1.0"),
+        (("inputs",), [1], "scheduled.inputs[0] should be str, found 1"),
+        ((), [], "scheduled should be an object"),
+        ((), None, "scheduled should be an object"),
+    ],
+)
+def test_a_scheduled_solution_that_cannot_be_is_refused_and_named(
+    plan_document: Any, place: Place, content: Any, reason: str, tmp_path: Path
+) -> None:
+    document = changed(plan_document, ("scheduled", *place), content)
+    refusal = solution_refused(document, tmp_path / "plan.json")
+    assert refusal is not None
+    assert refusal.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_a_scheduled_solution_cut_off_anywhere_is_refused(
+    plan_document: Any, tenth: int, tmp_path: Path
+) -> None:
+    whole = (tmp_path / "whole.json").read_bytes()
+    (tmp_path / "plan.json").write_bytes(whole[: len(whole) * tenth // 10])
+    with pytest.raises(BadFile):
+        load_solution(tmp_path / "plan.json")
+
+
+def test_a_solution_of_a_graph_that_breaks_its_rules_is_not_written(tmp_path: Path) -> None:
+    broken = replace(scheduled(), graph=replace(three_layers(), outputs=frozenset([99])))
+    with pytest.raises(MalformedGraph):
+        save_solution(broken, tmp_path / "plan.json")
+    assert os.listdir(tmp_path) == []

@@ -61,6 +61,7 @@ def test_the_handmade_solution_leaves_no_field_empty() -> None:
 def test_a_solution_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     save_solution(handmade(), tmp_path / "plan.json")
     loaded = load_solution(str(tmp_path / "plan.json"))
+    assert isinstance(loaded, Solution)
     assert loaded == handmade_again(loaded)
     assert repr(loaded.chain.forward_seconds) == repr(handmade().chain.forward_seconds)
 
@@ -90,6 +91,7 @@ def test_a_plan_that_was_saved_does_the_same_when_it_is_applied(tmp_path: Path) 
     solution = rehearsal.solve(rehearsal.chain(), "every-k")
     save_solution(solution, tmp_path / "plan.json")
     loaded = load_solution(tmp_path / "plan.json")
+    assert isinstance(loaded, Solution)
     assert loaded == solution
     fresh = Rehearsal(model(), (torch.ones(64, 16),), torch.sum, profile=False)
     assert fresh.confirm(loaded) == solution.confirmation

@@ -23,12 +23,12 @@ from lowtide.fitting import Fit, fit
 from lowtide.graph import Phase
 from lowtide.plans import Plan
 from lowtide.report.plot import Run, coarse, draw, runs_of, write_picture
-from lowtide.report.rounding import Unit, apportioned, unit_for
-from lowtide.report.shortening import listed, without_middle
 from lowtide.report.stretches import Stretch, stretches
 from lowtide.report.terminal import headline, print_fit
 from lowtide.report.trade import Box, placed
+from lowtide.rounding import Unit, apportioned, unit_for
 from lowtide.schedule import Compute, straight
+from lowtide.shortening import listed, without_middle
 from lowtide.simulation import CATEGORIES, Timeline, simulate
 from lowtide.solvers import methods, solve
 from lowtide.unrolling import replay

@@ -15,8 +15,8 @@ from lowtide.plans import Plan
 from lowtide.solution import Answer, Status
 from lowtide.solvers import methods, solve
 from lowtide.solvers.baselines import EveryK, KeepAll
+from lowtide.solvers.graphs import SolverMistake
 from lowtide.solvers.method import Method
-from lowtide.solvers.registry import SolverMistake
 from lowtide.solvers.rotor import Rotor
 from lowtide.unrolling import replay
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lowtide._version import __version__
 
 if TYPE_CHECKING:
+    from lowtide.applying import apply, remove
     from lowtide.capturing import capture
     from lowtide.chain import Chain
     from lowtide.comparing import Comparison, compare
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
     from lowtide.planning import Rehearsal, optimize, plan
     from lowtide.plans import Plan, Segment
     from lowtide.profiling import profile
+    from lowtide.savedvalues import Saved
+    from lowtide.saving import saved
     from lowtide.schedule import Compute, Free, Schedule, straight
-    from lowtide.segments import apply, remove
     from lowtide.simulation import Allocator, Category, Timeline, simulate
-    from lowtide.solution import Confirmation, Solution, Status
+    from lowtide.solution import Confirmation, GraphSolution, Solution, Status
     from lowtide.solvers.registry import methods, solve
     from lowtide.tracing import Trace, dry_run
     from lowtide.units import format_bytes, parse_bytes
@@ -64,6 +66,7 @@ __all__ = [
     "Free",
     "Granularity",
     "Graph",
+    "GraphSolution",
     "IllegalSchedule",
     "InfeasibleBudget",
     "LowtideError",
@@ -76,6 +79,7 @@ __all__ = [
     "Reading",
     "Rehearsal",
     "Role",
+    "Saved",
     "Schedule",
     "Segment",
     "Solution",
@@ -104,6 +108,7 @@ __all__ = [
     "remove",
     "save_graph",
     "save_solution",
+    "saved",
     "simulate",
     "solve",
     "straight",
@@ -112,6 +117,7 @@ __all__ = [
 
 # Modules are named by nouns: a function called like its module would be hidden by it once imported.
 _NAMES_OF_MODULE = {
+    "applying": ("apply", "remove"),
     "capturing": ("capture",),
     "chain": ("Chain",),
     "comparing": ("Comparison", "compare"),
@@ -138,10 +144,11 @@ _NAMES_OF_MODULE = {
     "planning": ("Rehearsal", "optimize", "plan"),
     "plans": ("Plan", "Segment"),
     "profiling": ("profile",),
+    "savedvalues": ("Saved",),
+    "saving": ("saved",),
     "schedule": ("Compute", "Free", "Schedule", "straight"),
-    "segments": ("apply", "remove"),
     "simulation": ("Allocator", "Category", "Timeline", "simulate"),
-    "solution": ("Confirmation", "Solution", "Status"),
+    "solution": ("Confirmation", "GraphSolution", "Solution", "Status"),
     "solvers.registry": ("methods", "solve"),
     "tracing": ("Trace", "dry_run"),
     "units": ("format_bytes", "parse_bytes"),

@@ -84,7 +84,7 @@ class Attribution:
         """The module that the op now being dispatched belongs to."""
         if phase is Phase.BACKWARD:
             node = torch._C._current_autograd_node()
-            return _NOWHERE if node is None else self._place_of(node)
+            return _NOWHERE if node is None else self.place_of(node)
         place = self._stack[-1][0] if self._stack else _NOWHERE
         # The node of this op was numbered just before the op reached us. An op that makes no node (a
         # counter that is increased, say) finds the number of the op before it taken, and leaves it.
@@ -95,12 +95,15 @@ class Attribution:
     def forward_op(self) -> int | None:
         """The forward op whose backward is running now; None where that is not known."""
         node = torch._C._current_autograd_node()
-        if node is None or hasattr(node, "variable"):
-            return None
-        found = self._place_of_node.get(node._sequence_nr())
+        return None if node is None else self.op_of(node)
+
+    def op_of(self, node: Any) -> int | None:
+        """The forward op that made an autograd node; None where that is not known, and for leaves."""
+        found = None if hasattr(node, "variable") else self._place_of_node.get(node._sequence_nr())
         return None if found is None else found[1]
 
-    def _place_of(self, node: Any) -> Place:
+    def place_of(self, node: Any) -> Place:
+        """The module whose forward made an autograd node, or that owns the leaf it accumulates into."""
         variable = getattr(node, "variable", None)  # only the nodes that accumulate into a leaf have one
         if variable is not None:
             return (self._owner.get(id(variable), ""), 0)

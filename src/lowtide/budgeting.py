@@ -135,7 +135,7 @@ class StepBudget:
             budget_bytes=budget_bytes,
             plain_peak_bytes=self.plain_peak_bytes,
             fingerprint=fingerprint(self.model),
-            inputs=circumstances(self.model, args, kwargs),
+            inputs=circumstances(list(self.model.named_parameters()), args, kwargs),
             torch_version=torch.__version__.partition("+")[0],
         )
 

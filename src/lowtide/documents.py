@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from lowtide.errors import BadFile, BadRequest, MalformedGraph
+from lowtide.errors import BadFile, BadRequest, IllegalSchedule, MalformedGraph
 
 SCHEMA = 1
 _TOO_DEEP = "it is nested too deeply to be lowtide's"
@@ -87,7 +87,7 @@ def understanding(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn whatever a document's contents are refused for into BadFile."""
     try:
         yield
-    except (Unexpected, MalformedGraph, BadRequest) as error:
+    except (Unexpected, MalformedGraph, IllegalSchedule, BadRequest) as error:
         raise BadFile(path, str(error)) from None
     except KeyError as error:
         raise BadFile(path, f"'{error.args[0]}' is missing") from None

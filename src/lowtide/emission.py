@@ -12,7 +12,7 @@ needed, from the value that they look at, and are never saved.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,31 @@ from lowtide.errors import CannotApply
 from lowtide.graph import Graph, Op, Phase
 from lowtide.rewriting import without_updates
 from lowtide.schedule import Compute, Free, Schedule, Step
+
+aten = torch.ops.aten
+
+# The same kernels through quicker doors: an op that is called through `torch.ops` is parsed in Python's own
+# way, which takes longer than launching a small kernel. Only where the arguments are the same.
+_QUICKER: Mapping[Any, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.convolution.default: torch.convolution,
+    aten.cudnn_batch_norm.default: torch.cudnn_batch_norm,
+    aten.mm.default: torch.mm,
+    aten.mul.Tensor: torch.mul,
+    aten.native_batch_norm.default: torch.native_batch_norm,
+    aten.native_dropout.default: torch.native_dropout,
+    aten.permute.default: torch.permute,
+    aten.relu.default: torch.relu,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.sub.Tensor: torch.sub,
+    aten.t.default: torch.t,
+    aten.tanh.default: torch.tanh,
+    aten.transpose.int: torch.transpose,
+}
+_SAME = (aten.detach.default, aten.alias.default)  # where there is no autograd, these change nothing
 
 
 @dataclass(frozen=True)
@@ -161,9 +186,7 @@ class _Half:
         for value in op.creates:
             for member in self.part.members.get(value, ()):
                 self.env.pop(member, None)
-        self.env[node] = self.graph.create_node(
-            "call_function", node.target, self._map(args), self._map(node.kwargs), name=node.name
-        )
+        self.env[node] = self._call(node, args)
         self._done.add(op.id)
         for user in node.users:
             if user.target is operator.getitem:
@@ -183,13 +206,10 @@ class _Half:
             return self._take(node)
         if is_element and self.part.canonical(node.args[0]) not in self.env:
             return self._take(node)
-        self.env[node] = (
-            self.graph.get_attr(node.target)
-            if node.op == "get_attr"
-            else self.graph.create_node(
-                node.op, node.target, self._map(node.args), self._map(node.kwargs), name=node.name
-            )
-        )
+        if node.op == "get_attr":
+            self.env[node] = self.graph.get_attr(str(node.target))
+        else:
+            self.env[node] = self._call(node, node.args)
         return self.env[node]
 
     def finish(self, results: Sequence[Any]) -> fx.GraphModule:
@@ -224,8 +244,22 @@ class _Half:
         self.saved.append(node)
         return self.env[node]
 
+    def _call(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        tensors = all(isinstance(arg, fx.Node) for arg in args[:2])  # numbers take another door
+        target = _QUICKER.get(node.target, node.target) if tensors or len(args) == 1 else node.target
+        return self.graph.create_node(
+            "call_function", target, self._map(args), self._map(node.kwargs), name=node.name
+        )
+
     def _map(self, args: Any) -> Any:
-        return fx.node.map_arg(args, self.get)
+        return fx.node.map_arg(args, lambda node: self.get(_itself(node)))
+
+
+def _itself(node: fx.Node) -> fx.Node:
+    """What `node` is another name for."""
+    while node.target in _SAME:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _steps_of(graph: Graph, schedule: Schedule, section: int) -> tuple[list[Step], list[Step]]:

@@ -60,7 +60,14 @@ class UnknownMethod(BadRequest):
 class InfeasibleBudget(BadRequest):
     """No plan that the method can make stays within the budget."""
 
-    def __init__(self, method: str, budget_bytes: int, least_bytes: int, needed_by: str) -> None:
+    def __init__(
+        self,
+        method: str,
+        budget_bytes: int,
+        least_bytes: int,
+        needed_by: str,
+        advice: str = "Raise the budget to at least that, shrink the batch, or cut the model finer.",
+    ) -> None:
         from lowtide.units import format_bytes  # which raises errors from here
 
         self.method = method
@@ -69,8 +76,7 @@ class InfeasibleBudget(BadRequest):
         self.needed_by = needed_by
         super().__init__(
             f"no plan of {method} fits in {format_bytes(budget_bytes)}: the least it reaches is "
-            f"{format_bytes(least_bytes)} ({least_bytes} bytes), needed by {needed_by}. "
-            "Raise the budget to at least that, shrink the batch, or cut the model finer."
+            f"{format_bytes(least_bytes)} ({least_bytes} bytes), needed by {needed_by}. {advice}"
         )
 
 

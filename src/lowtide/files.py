@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import TypeVar
 
 from lowtide.chain import Chain, Kind
 from lowtide.documents import Json, Reader, Unexpected, read_document, understanding, write_document
-from lowtide.graph import Arg, Call, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value
+from lowtide.graph import Call, Graph
+from lowtide.notation import graph_from_json, graph_to_json, schedule_from_json, schedule_to_json
 from lowtide.plans import Plan
-from lowtide.schedule import Compute, Free, Schedule, Step
-from lowtide.solution import Confirmation, Solution, Status
+from lowtide.schedule import Schedule
+from lowtide.simulation import simulate
+from lowtide.solution import Confirmation, GraphSolution, Solution, Status
 from lowtide.unrolling import replay
 from lowtide.validation import validate
 
-T = TypeVar("T")
+_PLAN = "plan"  # the kind of document; what is in it tells a schedule from a plan for a chain
+_SCHEDULED = "scheduled"
 
 
 def save_graph(graph: Graph, path: str | os.PathLike[str], schedule: Schedule | None = None) -> None:
@@ -31,12 +32,9 @@ def save_graph(graph: Graph, path: str | os.PathLike[str], schedule: Schedule | 
         MalformedGraph: the graph breaks its own rules, and could not be read again.
         BadFile: the file cannot be written.
     """
-    fields: dict[str, Json] = {"graph": _graph_to_json(validate(graph))}
+    fields: dict[str, Json] = {"graph": graph_to_json(validate(graph))}
     if schedule is not None:
-        # One whole number a step: op n is n, the free of value n is -n-1.
-        fields["schedule"] = [
-            step.op if isinstance(step, Compute) else -step.value - 1 for step in schedule.steps
-        ]
+        fields["schedule"] = schedule_to_json(schedule)
     write_document(path, "graph", fields)
 
 
@@ -49,182 +47,39 @@ def load_graph(path: str | os.PathLike[str]) -> tuple[Graph, Schedule | None]:
     """
     document = read_document(path, "graph")
     with understanding(path):
-        graph = validate(_graph_from_json(Reader(document["graph"], "graph")))
+        graph = validate(graph_from_json(Reader(document["graph"], "graph")))
         raw = document.get("schedule")
-        return graph, None if raw is None else _schedule_from_json(Reader(raw, "schedule"))
+        return graph, None if raw is None else schedule_from_json(Reader(raw, "schedule"))
 
 
-def save_solution(solution: Solution, path: str | os.PathLike[str]) -> None:
-    """Write `solution` to `path`: the plan, the chain it is for, and what is known about both.
+def save_solution(solution: Solution | GraphSolution, path: str | os.PathLike[str]) -> None:
+    """Write `solution` to `path`: the plan and the chain it is for, or the schedule and its graph.
 
     Raises:
+        MalformedGraph: the graph breaks its own rules, and could not be read again.
         BadFile: the file cannot be written.
     """
-    write_document(path, "plan", {"solution": _solution_to_json(solution)})
+    if isinstance(solution, GraphSolution):
+        write_document(path, _PLAN, {_SCHEDULED: _scheduled_to_json(solution)})
+    else:
+        write_document(path, _PLAN, {"solution": _solution_to_json(solution)})
 
 
-def load_solution(path: str | os.PathLike[str]) -> Solution:
-    """Read what `save_solution` wrote. The plan is replayed again.
+def load_solution(path: str | os.PathLike[str]) -> Solution | GraphSolution:
+    """Read what `save_solution` wrote. The plan or schedule is replayed again.
 
     Raises:
         BadFile: the file is missing, damaged, cut off, not lowtide's, of another schema, or its plan does
             not peak where it says.
     """
-    document = read_document(path, "plan")
+    document = read_document(path, _PLAN)
     with understanding(path):
+        if _SCHEDULED in document:
+            return _scheduled_from_json(Reader(document[_SCHEDULED], _SCHEDULED))
         return _solution_from_json(Reader(document["solution"], "solution"))
 
 
-# Writing graphs -------------------------------------------------------------------------------------
-
-
-def _graph_to_json(graph: Graph) -> Json:
-    return {
-        "name": graph.name,
-        "origin": graph.origin.value,
-        "device": graph.device,
-        "profiled_on": graph.profiled_on,
-        "notes": list(graph.notes),
-        "outputs": [*sorted(graph.outputs)],
-        "values": [
-            {
-                "bytes": value.bytes,
-                "role": value.role.value,
-                "name": value.name,
-                "module": value.module,
-                "device": value.device,
-            }
-            for value in graph.values
-        ],
-        "tensors": [
-            [tensor.value, list(tensor.shape), list(tensor.stride), tensor.offset, tensor.dtype]
-            for tensor in graph.tensors
-        ],
-        "ops": [_op_to_json(op) for op in graph.ops],
-    }
-
-
-def _op_to_json(op: Op) -> Json:
-    return {
-        "target": op.target,
-        "args": [_arg_to_json(arg) for arg in op.args],
-        "kwargs": {name: _arg_to_json(arg) for name, arg in op.kwargs},
-        "outputs": list(op.outputs),
-        "reads": list(op.reads),
-        "creates": list(op.creates),
-        "mutates": list(op.mutates),
-        "phase": op.phase.value,
-        "module": op.module,
-        "call": op.call,
-        "section": op.section,
-        "random": op.random,
-        "workspace_bytes": op.workspace_bytes,
-        "seconds": op.seconds,
-        "extrapolated": op.extrapolated,
-    }
-
-
-def _arg_to_json(arg: Arg) -> Json:
-    if isinstance(arg, tuple):
-        return [_arg_to_json(item) for item in arg]
-    if isinstance(arg, Ref):
-        return {"tensor": arg.tensor}
-    if isinstance(arg, Symbol):
-        return {arg.kind: arg.text}
-    if isinstance(arg, float) and not math.isfinite(arg):
-        return {"float": repr(arg)}  # JSON has no infinity; attention masks do
-    return arg
-
-
-# Reading graphs -------------------------------------------------------------------------------------
-
-
-def _graph_from_json(json_graph: Reader) -> Graph:
-    return Graph(
-        name=json_graph["name"].of(str),
-        origin=json_graph["origin"].choice(Origin),
-        device=json_graph["device"].of(str),
-        profiled_on=json_graph["profiled_on"].optional(str),
-        notes=json_graph["notes"].many(lambda note: note.of(str)),
-        outputs=frozenset(json_graph["outputs"].ints()),
-        values=tuple(_numbered(json_graph["values"], _value_from_json)),
-        tensors=tuple(_numbered(json_graph["tensors"], _tensor_from_json)),
-        ops=tuple(_numbered(json_graph["ops"], _op_from_json)),
-    )
-
-
-def _numbered(table: Reader, read: Callable[[int, Reader], T]) -> Iterable[T]:
-    return (read(position, entry) for position, entry in enumerate(table.many(lambda entry: entry)))
-
-
-def _value_from_json(position: int, entry: Reader) -> Value:
-    return Value(
-        id=position,
-        bytes=entry["bytes"].of(int),
-        role=entry["role"].choice(Role),
-        name=entry["name"].of(str),
-        module=entry["module"].of(str),
-        device=entry["device"].of(str),
-    )
-
-
-def _tensor_from_json(position: int, entry: Reader) -> Tensor:
-    fields = entry.many(lambda field: field)
-    if len(fields) != 5:
-        raise Unexpected(f"{entry.where} should have 5 fields, found {len(fields)}")
-    value, shape, stride, offset, dtype = fields
-    return Tensor(position, value.of(int), shape.ints(), stride.ints(), offset.of(int), dtype.of(str))
-
-
-def _op_from_json(position: int, entry: Reader) -> Op:
-    kwargs: Mapping[str, Json] = entry["kwargs"].of(dict)
-    return Op(
-        id=position,
-        target=entry["target"].of(str),
-        args=entry["args"].many(_arg_from_json),
-        kwargs=tuple((name, _arg_from_json(entry["kwargs"][name])) for name in kwargs),
-        outputs=entry["outputs"].many(lambda output: output.optional(int)),
-        reads=entry["reads"].ints(),
-        creates=entry["creates"].ints(),
-        mutates=entry["mutates"].ints(),
-        phase=entry["phase"].choice(Phase),
-        module=entry["module"].of(str),
-        call=entry["call"].of(int),
-        section=entry["section"].of(int),
-        random=entry["random"].of(bool),
-        workspace_bytes=entry["workspace_bytes"].of(int),
-        seconds=float(entry["seconds"].number()),
-        extrapolated=entry["extrapolated"].of(bool),
-    )
-
-
-def _arg_from_json(entry: Reader) -> Arg:
-    found = entry.json_value
-    if isinstance(found, list):
-        return entry.many(_arg_from_json)
-    if not isinstance(found, dict):
-        return found
-    if len(found) != 1:
-        raise Unexpected(f"{entry.where} should name one thing, found {len(found)}")
-    (kind,) = found
-    if kind == "tensor":
-        return Ref(entry["tensor"].of(int))
-    text = entry[kind].of(str)
-    if kind != "float":
-        return Symbol(kind, text)
-    if text not in ("inf", "-inf", "nan"):
-        raise Unexpected(f"{entry.where} is no float: {text!r:.40}")
-    return float(text)
-
-
-def _schedule_from_json(entry: Reader) -> Schedule:
-    def step(code: int) -> Step:
-        return Compute(code) if code >= 0 else Free(-code - 1)
-
-    return Schedule(tuple(step(code) for code in entry.ints()))
-
-
-# Solutions ------------------------------------------------------------------------------------------
+# Plans for chains -----------------------------------------------------------------------------------
 
 
 def _solution_to_json(solution: Solution) -> Json:
@@ -284,13 +139,16 @@ def _solution_from_json(entry: Reader) -> Solution:
         objective_bytes=entry["objective_bytes"].optional(int),
         confirmation=_confirmation_from_json(entry["confirmation"]),
     )
-    peak_bytes = replay(solution.chain, solution.plan).peak_bytes
-    if peak_bytes != solution.peak_bytes:
-        raise Unexpected(
-            f"its plan is said to peak at {solution.peak_bytes} bytes, and replayed it peaks at "
-            f"{peak_bytes}. Plan again"
-        )
+    _agree(solution.peak_bytes, replay(solution.chain, solution.plan).peak_bytes)
     return solution
+
+
+def _agree(said_bytes: int, replayed_bytes: int) -> None:
+    if said_bytes != replayed_bytes:
+        raise Unexpected(
+            f"its plan is said to peak at {said_bytes} bytes, and replayed it peaks at {replayed_bytes}. "
+            "Plan again"
+        )
 
 
 def _confirmation_from_json(entry: Reader) -> Confirmation | None:
@@ -340,6 +198,54 @@ def _call_from_json(entry: Reader) -> Call:
     module, *numbers = fields
     call, first, stop = (number.of(int) for number in numbers)
     return Call(module.of(str), call, first, stop)
+
+
+# Schedules for graphs -------------------------------------------------------------------------------
+
+
+def _scheduled_to_json(solution: GraphSolution) -> Json:
+    return {
+        "graph": graph_to_json(validate(solution.graph)),
+        "method": solution.method,
+        "schedule": schedule_to_json(solution.schedule),
+        "status": solution.status.value,
+        "peak_bytes": solution.peak_bytes,
+        "lower_bound_bytes": solution.lower_bound_bytes,
+        "extra_seconds": solution.extra_seconds,
+        "planning_seconds": solution.planning_seconds,
+        "budget_bytes": solution.budget_bytes,
+        "least_extra_seconds": solution.least_extra_seconds,
+        "objective_bytes": solution.objective_bytes,
+        "plain_peak_bytes": solution.plain_peak_bytes,
+        "fingerprint": solution.fingerprint,
+        "inputs": list(solution.inputs),
+        "torch_version": solution.torch_version,
+    }
+
+
+def _scheduled_from_json(entry: Reader) -> GraphSolution:
+    solution = GraphSolution(
+        graph=validate(graph_from_json(entry["graph"])),
+        method=entry["method"].of(str),
+        schedule=schedule_from_json(entry["schedule"]),
+        status=entry["status"].choice(Status),
+        peak_bytes=entry["peak_bytes"].of(int),
+        lower_bound_bytes=entry["lower_bound_bytes"].of(int),
+        extra_seconds=_seconds(entry["extra_seconds"]),
+        planning_seconds=_seconds(entry["planning_seconds"]),
+        budget_bytes=entry["budget_bytes"].optional(int),
+        least_extra_seconds=_seconds(entry["least_extra_seconds"]),
+        objective_bytes=entry["objective_bytes"].optional(int),
+        plain_peak_bytes=entry["plain_peak_bytes"].optional(int),
+        fingerprint=entry["fingerprint"].of(str),
+        inputs=entry["inputs"].many(_text),
+        torch_version=entry["torch_version"].of(str),
+    )
+    _agree(solution.peak_bytes, simulate(solution.graph, solution.schedule).peak_bytes)
+    return solution
+
+
+# Fields ---------------------------------------------------------------------------------------------
 
 
 def _text(entry: Reader) -> str:

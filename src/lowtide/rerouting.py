@@ -13,7 +13,7 @@ import inspect
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -124,6 +124,7 @@ class _Route:
         self.own: Callable[..., Any] | None = model.__dict__.get(_FORWARD)
         self.__signature__ = inspect.signature(model.forward)  # trainers look at it
         self._model = weakref.ref(model)
+        self._parameters = list(model.named_parameters())  # a walk over a large model takes milliseconds
         self._training = model.training
         self._solutions = dict(solutions)
         self._on_new_inputs = on_new_inputs
@@ -137,7 +138,7 @@ class _Route:
         assert model is not None, "a model's forward is called by the model"
         if not torch.is_grad_enabled() or model.training != self._training:
             return self._plain(model)(*args, **kwargs)
-        self._tell_of_gradients(model)
+        self._tell_of_gradients()
         course = self._course(model, args, kwargs)
         if course is None:
             return self._plain(model)(*args, **kwargs)
@@ -152,7 +153,7 @@ class _Route:
 
     def _course(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Course | None:
         """How to run the model on these arguments; None: as if there was no plan."""
-        inputs = circumstances(model, args, kwargs)
+        inputs = circumstances(self._parameters, args, kwargs)
         if inputs in self._courses:
             return self._courses[inputs]
         if inputs not in self._solutions:
@@ -181,10 +182,10 @@ class _Route:
         if self._on_new_inputs == "warn":
             self._tell("unplanned", f"{problem} The model runs without a plan, and may exceed the budget.")
 
-    def _tell_of_gradients(self, model: nn.Module) -> None:
+    def _tell_of_gradients(self) -> None:
         if self._accumulate > 1 or "gradients" in self._told:
             return
-        if any(parameter.grad is not None for parameter in model.parameters()):
+        if any(parameter.grad is not None for _, parameter in self._parameters):
             self._tell(
                 "gradients",
                 "gradients of an earlier backward are still there when a forward begins, and the plan does "
@@ -207,6 +208,7 @@ class _Route:
         made = _Route.__new__(_Route)
         made.__dict__.update(self.__dict__)
         made.__dict__.update(own=own, _model=weakref.ref(copied), _courses={}, _told=set())
+        made._parameters = copy.deepcopy(self._parameters, memo)
         made._solutions = dict(self._solutions)
         return made
 
@@ -217,13 +219,15 @@ class _Route:
         )
 
 
-def circumstances(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Everything that decides which ops the model runs: its inputs, autocast, and what is frozen."""
+def circumstances(
+    parameters: Sequence[tuple[str, nn.Parameter]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Everything that decides which ops a model runs: its inputs, autocast, and what is frozen."""
     found = [*described_inputs(args, kwargs)]
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    device = parameters[0][1].device.type if parameters else "cpu"
     if torch.is_autocast_enabled(device):
         found.append(f"autocast {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}")
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
     if frozen:
         found.append(f"frozen {hashlib.sha256(' '.join(frozen).encode()).hexdigest()[:16]}")
     return tuple(found)

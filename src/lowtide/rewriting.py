@@ -26,8 +26,22 @@ def use_eager_kernels(joint: fx.GraphModule) -> None:
     for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
         if node.args[_TRAINING] is True and _updates_are_written_back(node):
             _rewrite(graph, node)
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        _count_in_place(graph, node)
     graph.lint()
     joint.recompile()
+
+
+def _count_in_place(graph: fx.Graph, write: fx.Node) -> None:
+    """`buffer.copy_(buffer + 1)`, which is how steps are counted, becomes `buffer.add_(1)`."""
+    buffer, source = write.args
+    if not (isinstance(source, fx.Node) and source.target is aten.add.Tensor and len(source.users) == 1):
+        return
+    if source.args[0] is not buffer or source.kwargs or isinstance(source.args[1], fx.Node):
+        return
+    write.target = aten.add_.Tensor
+    write.args = (buffer, source.args[1])
+    graph.erase_node(source)
 
 
 def without_updates(node: fx.Node) -> tuple[Any, ...]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
 from lowtide.chain import Chain
-from lowtide.graph import Graph
+from lowtide.explaining import explained
+from lowtide.graph import Graph, Phase
 from lowtide.plans import Plan
-from lowtide.schedule import Schedule
+from lowtide.schedule import Compute, Schedule
 from lowtide.simulation import Timeline, simulate
 from lowtide.unrolling import replay
 
@@ -43,6 +46,18 @@ class GraphAnswer:
     kept: frozenset[int]
     status: Status
     objective_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleAnswer:
+    """What a scheduler hands to the referee: what runs when.
+
+    `least_extra_seconds` is what recomputation must add in any schedule within the budget; 0.0 says nothing.
+    """
+
+    schedule: Schedule
+    status: Status
+    least_extra_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +112,53 @@ class Solution:
 class GraphSolution:
     """A schedule for a graph that the referee has replayed.
 
-    `kept` are the values of the forward that are not recomputed. `peak_bytes` is what the replay counted;
-    `lower_bound_bytes` is what any schedule of these ops holds at some moment, because an op needs all
-    that it reads and creates at once. `extra_seconds` is the time of the ops that run again, zero if the
-    graph was not profiled.
+    `peak_bytes` is what the replay counted; `lower_bound_bytes` is what any schedule of these ops holds at
+    some moment. `extra_seconds` is the time of the ops that run again, zero if the graph was not profiled,
+    and `least_extra_seconds` what no schedule within the budget can do without, as far as is known.
+    `plain_peak_bytes` is what the step holds as the user wrote it, where there is a model.
+    `fingerprint`, `inputs` and `torch_version` tell which model, batch and torch it is for; empty: any.
     """
 
-    graph: Graph
+    graph: Graph = field(repr=False)  # thousands of ops
     method: str
-    kept: frozenset[int]
-    schedule: Schedule
+    schedule: Schedule = field(repr=False)
     status: Status
     peak_bytes: int
     lower_bound_bytes: int
     extra_seconds: float
     planning_seconds: float
+    budget_bytes: int | None = None
+    least_extra_seconds: float = 0.0
     objective_bytes: int | None = None
+    plain_peak_bytes: int | None = None
+    fingerprint: str = ""
+    inputs: tuple[str, ...] = ()
+    torch_version: str = ""
+
+    def __str__(self) -> str:
+        return explained(self)
+
+    @cached_property
+    def recomputed(self) -> Mapping[int, int]:
+        """The ops that run more than once, and how often they run again."""
+        runs = Counter(step.op for step in self.schedule if isinstance(step, Compute))
+        return {op: count - 1 for op, count in sorted(runs.items()) if count > 1}
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """The values of the forward that are made once."""
+        forward = (op for op in self.graph.ops if op.phase is Phase.FORWARD and op.id not in self.recomputed)
+        return frozenset(value for op in forward for value in op.creates)
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step without recomputation, zero if the graph was not profiled."""
+        return sum(op.seconds for op in self.graph.ops)
+
+    @property
+    def extra_seconds_ratio(self) -> float:
+        """Time added by recomputation, as a part of the plain step."""
+        return self.extra_seconds / self.seconds if self.seconds else 0.0
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -102,7 +102,7 @@ class StepRecorder(Recorder):
     ) -> None:
         super().__init__(*stage(models, device, name or type(models[0]).__name__, Origin.EAGER))
         self.builder.notes.update(dict.fromkeys(_unfollowed(models)))
-        self.models = models
+        self._models = models
         self.follow = Attribution(models, lambda: len(self.builder.ops))
         self.steps: list[Step] = []
         self.forward_ops: dict[int, int] = {}
@@ -117,8 +117,12 @@ class StepRecorder(Recorder):
         warmup: int = 0,
     ) -> Trace:
         """What `step` does, once it has run `warmup` times; see `dry_run`. A recorder runs once."""
+        models, self._models = (
+            self._models,
+            (),
+        )  # hooks and recorder form a circle: it must not hold the model
         with ExitStack() as stack:
-            stack.enter_context(faked(self.twins, self.models, optimizer, _stateful_things_used_by(step)))
+            stack.enter_context(faked(self.twins, models, optimizer, _stateful_things_used_by(step)))
             stack.enter_context(self.twins.mode)
             stack.enter_context(unnoticed_by_transformers())
             stack.enter_context(self.positions.watched())
@@ -126,7 +130,7 @@ class StepRecorder(Recorder):
                 stack.enter_context(cuda_rules())
             elif self.builder.device == "cpu":
                 stack.enter_context(_random_states_counted())
-            stack.enter_context(self.follow.following(self.models))
+            stack.enter_context(self.follow.following(models))
             stack.enter_context(self)
             for _ in range(warmup):
                 step()

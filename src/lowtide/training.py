@@ -53,7 +53,7 @@ def training_step(
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
         output = model(*args, **kwargs)
-        number = _loss_of(output) if loss is None else _scalar(loss(output))
+        number = loss_of(output, loss)
         number.backward()
         if optimizer is not None:
             optimizer.step()
@@ -91,7 +91,14 @@ def carried_loss(output: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def loss_of(output: Any, loss: Loss | None) -> torch.Tensor:
+    """The number that the backward begins from: what `loss` makes of a model's output, or what that carries.
+
+    Raises:
+        BadRequest: there is no such number, or nothing in it can be trained.
+    """
+    if loss is not None:
+        return _scalar(loss(output))
     found = carried_loss(output)
     if found is None:
         raise BadRequest(

@@ -27,6 +27,16 @@ def current_line() -> str:
     return _describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
+def line_within(caller: str) -> str | None:
+    """The innermost line of user code that is running now, if a function of the file `caller` called it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename != caller:
+        if is_users(frame.f_code.co_filename):
+            return _describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return None
+
+
 def line_of(error: BaseException) -> str:
     """The innermost line of user code that an error passed through."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]

@@ -32,20 +32,30 @@ def step_options(function: Any) -> Any:
     """What step of training is meant: MODEL, its sizes, the optimizer, the device, and whether to profile."""
     for option in (
         click.option("--profile/--no-profile", default=True, help="Run each op once for what it takes."),
-        click.option(
-            "--device",
-            type=click.Choice(["cpu", "cuda"]),
-            help="Where the step will run, here or not.  [default: cuda if here, else cpu]",
-        ),
+        _device_option,
         click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Include its states and its step."),
-        *(
-            click.option(f"--{name}", metavar="N", callback=whole_number, help=text)
-            for name, text in _SIZES.items()
-        ),
-        click.argument("model"),
+        _sized_model,
     ):
         function = option(function)
     return function
+
+
+def model_options(function: Any) -> Any:
+    """What is trained, where no more of the step matters: MODEL, its sizes and the device."""
+    return _sized_model(_device_option(function))
+
+
+_device_option = click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where the step will run, here or not.  [default: cuda if here, else cpu]",
+)
+
+
+def _sized_model(function: Any) -> Any:
+    for name, text in _SIZES.items():
+        function = click.option(f"--{name}", metavar="N", callback=whole_number, help=text)(function)
+    return click.argument("model")(function)
 
 
 def cutting_options(function: Any) -> Any:

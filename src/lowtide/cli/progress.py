@@ -1,4 +1,4 @@
-"""A progress bar on stderr, for people: only on a terminal, and only if it is worth the while."""
+"""Progress on stderr, for people: only on a terminal, and a bar only if it is worth the while."""
 
 from __future__ import annotations
 
@@ -37,3 +37,14 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     finally:
         over = True
         bar.stop()
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say what is being done while the block runs, where it is not known how long that takes."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.report.console import PAGE, console, per_cent
-from lowtide.report.rounding import Unit, unit_for
-from lowtide.report.shortening import listed
+from lowtide.rounding import Unit, unit_for
+from lowtide.shortening import listed
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.report.console import PAGE, console, per_cent
-from lowtide.report.rounding import Unit, unit_for
-from lowtide.report.shortening import without_middle
 from lowtide.report.stretches import Stretch, stretches
+from lowtide.rounding import Unit, unit_for
+from lowtide.shortening import without_middle
 from lowtide.solution import Confirmation, Solution, Status
 from lowtide.solvers import methods
 from lowtide.units import format_bytes, format_seconds

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lowtide.errors import BadFile, MissingExtra
 from lowtide.graph import Phase
-from lowtide.report.shortening import without_middle
+from lowtide.shortening import without_middle
 from lowtide.simulation import CATEGORIES, Category, Timeline
 from lowtide.units import format_bytes
 

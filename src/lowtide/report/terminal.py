@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.report.console import console
-from lowtide.report.rounding import unit_for
+from lowtide.rounding import unit_for
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:

@@ -18,6 +18,12 @@ from lowtide.units import parse_budget
 LOWEST = "min"  # the budget that asks for the lowest peak there is
 
 
+SINGLE_OPS = (
+    "Raise the budget to at least that, or shrink the batch. Recomputation cannot go below what a single op "
+    "needs at once: train in a smaller type (autocast), or split that op, to need less there."
+)
+
+
 class SolverMistake(LowtideError):
     """A method claimed what the referee does not find. A bug in lowtide: please report it."""
 
@@ -116,4 +122,5 @@ def _infeasible(graph: Graph, method: Scheduler, budget_bytes: int) -> Infeasibl
         budget_bytes,
         timeline.peak_bytes,
         "what is always there" if running is None else running.label,
+        SINGLE_OPS,
     )

@@ -5,22 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import cache
-from typing import overload
+from typing import TypeGuard, overload
 
 from lowtide.chain import Chain
-from lowtide.errors import BadRequest, InfeasibleBudget, LowtideError, UnknownMethod
-from lowtide.graph import Graph, Op, Origin
-from lowtide.keeping import keep_only
+from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
+from lowtide.graph import Graph
 from lowtide.plans import Plan
-from lowtide.schedule import Compute
-from lowtide.simulation import Timeline, allocator_of, simulate
+from lowtide.simulation import Timeline
 from lowtide.solution import GraphSolution, Solution
+from lowtide.solvers.auto import Auto
 from lowtide.solvers.baselines import EveryK, KeepAll
 from lowtide.solvers.chen import ChenGreedy, ChenRecursive, ChenSqrt
+from lowtide.solvers.evict import Evict
+from lowtide.solvers.exact import Exact
 from lowtide.solvers.exhaustive import Exhaustive
 from lowtide.solvers.feng_huang import FengHuang
+from lowtide.solvers.graphs import SolverMistake, solve_graph
 from lowtide.solvers.hong import HongCubic, HongLinear, HongQuadratic
-from lowtide.solvers.method import GraphMethod, Method
+from lowtide.solvers.method import About, GraphMethod, Method, Scheduler
 from lowtide.solvers.rotor import Rotor
 from lowtide.solvers.selective import Selective
 from lowtide.units import parse_budget
@@ -41,40 +43,55 @@ _METHODS: tuple[type[Method], ...] = (
     Exhaustive,
 )
 
+_SCHEDULERS: tuple[type[Scheduler], ...] = (Evict, Exact, Auto)
+
 
 @cache
 def methods() -> Mapping[str, type[Method]]:
-    """Every method by its name, in the order in which tables show them."""
+    """Every method for chains by its name, in the order in which tables show them."""
     return {method.name: method for method in _METHODS}
 
 
+@cache
+def schedulers() -> Mapping[str, type[Scheduler]]:
+    """Every method that schedules a captured graph op by op, by its name."""
+    return {method.name: method for method in _SCHEDULERS}
+
+
 def default_method(budget: str | int | None) -> str:
-    """What plans unless told otherwise.
+    """What plans a model unless told otherwise.
 
-    Within a budget rotor, for it adds the least time. Without one hong-linear, which finds the least peak
-    of one level: nesting goes lower, but for the last per cent it may double the time that is added.
+    Within a budget auto, op by op. Without one hong-linear, which finds the least peak of one level of
+    layers: nesting goes lower, but for the last per cent it may double the time that is added.
     """
-    return "hong-linear" if budget is None else "rotor"
+    return "hong-linear" if budget is None else "auto"
 
 
-class SolverMistake(LowtideError):
-    """A method claimed what the referee does not find. A bug in lowtide: please report it."""
+def is_scheduler(method: str | About) -> TypeGuard[str | Scheduler]:
+    """Whether a method, or the one of that name, plans op by op.
+
+    Raises:
+        UnknownMethod: there is no method of that name.
+    """
+    return isinstance(_named(method) if isinstance(method, str) else method, Scheduler)
 
 
 @overload
 def solve(
-    problem: Chain, method: str | Method = "hong-linear", budget: str | int | None = None
+    problem: Chain, method: str | Method | None = None, budget: str | int | None = None
 ) -> Solution: ...
 
 
 @overload
-def solve(problem: Graph, method: str | Method) -> GraphSolution: ...
+def solve(
+    problem: Graph, method: str | Method | Scheduler | None = None, budget: str | int | None = None
+) -> GraphSolution: ...
 
 
 def solve(
-    problem: Chain | Graph, method: str | Method = "hong-linear", budget: str | int | None = None
+    problem: Chain | Graph, method: str | Method | Scheduler | None = None, budget: str | int | None = None
 ) -> Solution | GraphSolution:
-    """Choose what to recompute in a chain; the plan has been replayed by the referee.
+    """Choose what to recompute, in a chain or in a captured graph; the plan has been replayed by the referee.
 
     Without a budget the method minimises what it minimises, most often the peak; where several plans
     reach the same, the one that recomputes least is returned. With a budget, in bytes or as a part of
@@ -82,23 +99,23 @@ def solve(
 
     `method` is a name or, to set its options, a method: `solve(chain, EveryK(k=3))`.
 
-    Some methods take a captured graph in place of a chain, and no budget. The solution then has a
-    schedule, replayed too.
+    On a graph, schedulers ("auto" unless told) decide op by op. Without a budget, or with "min", they find
+    the lowest peak that they can, and then the least time at that peak. Some of the methods for chains take
+    a graph as well, and no budget.
 
     Raises:
         UnknownMethod: there is no method of that name.
         InfeasibleBudget: no plan of this method fits.
         BadRequest: the method takes no budget, or no graph, or needs to know more than the chain tells.
     """
-    chosen = _method(method)
     if isinstance(problem, Graph):
-        return _solve_graph(problem, chosen, budget)
+        return solve_graph(problem, _for_graph(problem, "auto" if method is None else method), budget)
     if not isinstance(problem, Chain):
         raise BadRequest(
             f"solve takes a Chain or a Graph, not a {type(problem).__name__}. "
             "Make a chain from sizes with Chain.from_sizes, or plan a model with lowtide.plan."
         )
-    return _solve_chain(problem, chosen, budget)
+    return _solve_chain(problem, _for_chain("hong-linear" if method is None else method), budget)
 
 
 def _solve_chain(chain: Chain, chosen: Method, budget: str | int | None) -> Solution:
@@ -133,60 +150,34 @@ def _solve_chain(chain: Chain, chosen: Method, budget: str | int | None) -> Solu
     )
 
 
-def _solve_graph(graph: Graph, chosen: Method, budget: str | int | None) -> GraphSolution:
-    if not isinstance(chosen, GraphMethod):
+def _for_chain(method: str | About) -> Method:
+    if isinstance(method, str):
+        method = _named(method)
+    if not isinstance(method, Method):
+        raise BadRequest(
+            f"{method.name} takes a captured graph, and this is a chain. "
+            f"These take a chain: {', '.join(methods())}."
+        )
+    return method
+
+
+def _for_graph(graph: Graph, method: str | About) -> GraphMethod | Scheduler:
+    if isinstance(method, str):
+        method = _named(method)
+    if not isinstance(method, GraphMethod | Scheduler):
         able = [name for name, other in methods().items() if issubclass(other, GraphMethod)]
         raise BadRequest(
-            f"{chosen.name} takes a chain, and {graph.name} is a graph. "
-            f"These take a graph: {', '.join(able)}."
+            f"{method.name} takes a chain, and {graph.name} is a graph. "
+            f"These take a graph: {', '.join([*schedulers(), *able])}."
         )
-    if graph.origin is not Origin.JOINT:
-        raise BadRequest(
-            f"{graph.name} is an {graph.origin} graph: it says what a step did, and its ops cannot be "
-            "rearranged. Capture the model (`lowtide.capture`) and solve that graph, or build a chain."
-        )
-    if budget is not None:
-        raise BadRequest(
-            f"{chosen.name} takes no budget on a graph: it minimises {chosen.minimises}. "
-            "Leave the budget out, or build a chain and choose a method that takes one."
-        )
-    started = time.perf_counter()
-    answer = chosen.choose_kept(graph)
-    planning_seconds = time.perf_counter() - started
-    schedule = keep_only(graph, answer.kept)
-    computed = sum(graph.ops[step.op].seconds for step in schedule if isinstance(step, Compute))
-    return GraphSolution(
-        graph=graph,
-        method=chosen.name,
-        kept=answer.kept,
-        schedule=schedule,
-        status=answer.status,
-        peak_bytes=simulate(graph, schedule).peak_bytes,
-        lower_bound_bytes=_largest_working_set(graph),
-        extra_seconds=computed - sum(op.seconds for op in graph.ops),
-        planning_seconds=planning_seconds,
-        objective_bytes=answer.objective_bytes,
-    )
+    return method
 
 
-def _largest_working_set(graph: Graph) -> int:
-    """What is resident, and what the op that needs most needs beside it."""
-    held = allocator_of(graph.device).held
-
-    def needed(op: Op) -> int:
-        touched = {*op.reads, *op.mutates, *op.creates} - set(graph.resident)
-        return op.workspace_bytes + sum(held(graph.counted_bytes(value)) for value in touched)
-
-    resident_bytes = sum(held(graph.counted_bytes(value)) for value in graph.resident)
-    return resident_bytes + max(map(needed, graph.ops), default=0)
-
-
-def _method(method: str | Method) -> Method:
-    if isinstance(method, Method):
-        return method
-    if method not in methods():
-        raise UnknownMethod(method, methods())
-    return methods()[method]()
+def _named(name: str) -> About:
+    known: dict[str, type[About]] = {**methods(), **schedulers()}
+    if name not in known:
+        raise UnknownMethod(name, known)
+    return known[name]()
 
 
 def _budget(chain: Chain, method: Method, budget: str | int) -> int:

@@ -77,7 +77,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     target = aten.cudnn_batch_norm.default if cudnn else aten.native_batch_norm.default
     with graph.inserting_before(node):
         new = graph.call_function(target, arguments)
-    new.meta = {**node.meta, "val": _fake_result(target, arguments)}
+    # The results that stay keep their fakes: nodes that look at them are known by these storages.
+    made = node.meta["val"][:3]
+    new.meta = {**node.meta, "val": (*made, _fake_result(target, arguments)[3]) if cudnn else made}
     for position in _STATISTICS:
         for result in results.get(position, ()):
             for user in list(result.users):

@@ -245,6 +245,24 @@ def residual(blocks: int, width: int = 64, batch: int = 128) -> Graph:
     return joined(f"residual {blocks}", layers, 4 * batch * width)
 
 
+def hourglass() -> Graph:
+    """Ten layers by hand: wide at both ends, cheap where it is wide, with one skip across the waist."""
+    sizes = (8000, 8000, 4000, 2000, 1000, 1000, 2000, 4000, 8000, 8000)
+    costs = (1, 2, 8, 6, 4, 4, 6, 8, 2, 1)
+    layers = [
+        Layer(
+            (number - 1, 2) if number == 7 else (number - 1,),
+            size,
+            cost * 1e-3,
+            saves_inputs=number % 2 == 0,
+            saves_output=number % 2 == 1,
+            weight_bytes=500 if number % 2 == 0 else 0,
+        )
+        for number, (size, cost) in enumerate(zip(sizes, costs, strict=True))
+    ]
+    return joined("hourglass", layers, 8000)
+
+
 def drawn(seed: int, depth: int) -> Graph:
     """A network at random: a chain with skips and branches, sizes within a factor of eight."""
     numbers = random.Random(seed)
@@ -274,9 +292,9 @@ def drawn(seed: int, depth: int) -> Graph:
 
 
 def bank() -> tuple[Graph, ...]:
-    """Steps of 12 to 40 ops."""
-    networks = (perceptron(4), perceptron(6), unet(2), unet(4), gru(2), gru(3), residual(2), residual(3))
-    return (*networks, *(drawn(seed, depth) for depth in (5, 8, 11, 14) for seed in range(6)))
+    """Steps of up to 40 ops: networks that people train, one by hand, and 24 at random."""
+    networks = (perceptron(4), perceptron(6), perceptron(8), unet(2), unet(4), gru(2), gru(3), residual(3))
+    return (*networks, hourglass(), *(drawn(seed, depth) for depth in (8, 11, 14) for seed in range(8)))
 
 
 def _linear(

@@ -306,8 +306,12 @@ class _Walk(fx.Interpreter):
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """`run` empties its list of arguments, so that they die at their last use; AOTAutograd must know."""
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+
+    def call(args: list[Any]) -> Any:
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def _break_note(reason: str, stack: Sequence[Any]) -> str:

@@ -5,14 +5,16 @@ of the ops before u again, in graph order and each at most once, and ends with t
 are counted as the referee counts them: with workspaces and rounding, all outputs of an op at once, each
 value freed right after its last use.
 
-    run   does op k run in stage u?      0 or 1, and 1 for k = u
-    gap   is a value held from one moment at which an op may touch it to the next?      0 … 1
+    run   does op k run in stage u?      always for k = u
+    gap   is a value held from one moment at which an op may touch it to the next?
 
 An op runs only if what it reads is held; what is held after a moment was held before it, or is made in it;
-and what is held while an op runs, with what it makes and its workspace, fits. Whatever runs are chosen, the
-least gaps that they need are whole: each is the largest of some runs, or one less. So only runs have to be
-integers. Nor is there a variable for a free, in Checkmate a product of two others: a gap that is not held
-says it.
+and what is held while an op runs, with what it makes and its workspace, fits. There is no variable for a
+free, in Checkmate a product of two others: a gap that is not held says it.
+
+Why are gaps integers? Once the runs are chosen, the least gaps that they need are whole anyway. But told
+so, HiGHS is five times as fast on the graphs of benchmarks/training_graphs.py; and with fractions in sums of
+bytes it rounded itself into calling graphs infeasible that were not.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from lowtide.simulation import allocator_of, simulate
 from lowtide.solution import ScheduleAnswer, Status
 from lowtide.solvers.method import Scheduler
 
-_MOST_OPS = 120  # some 7,000 runs and 30,000 gaps: set up in seconds, seldom solved in minutes
+_MOST_OPS = 120  # thousands of runs, tens of thousands of gaps: seconds, sometimes minutes
 _PROVED = 0  # how scipy says that nothing better is left
 _FINE = 1000.0  # HiGHS overlooks 1e-6 in a sum: bytes are summed as so many parts of the plain growth
 
@@ -130,10 +132,10 @@ _ONE, _ROOM, _FIRST_RUN = range(3)
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """Variables between 0 and 1, and sums of them that must not exceed 0.
+    """Variables that are 0 or 1, and sums of them that must not exceed 0.
 
-    The first variable is one; the second is the room for all that is not resident, as a part of
-    `growth_bytes`, what the step takes if nothing runs again; then there are `runs` integers, and the gaps.
+    The first is one. The second alone may lie between: it is the room for all that is not resident, as a
+    part of `growth_bytes`, which the step takes if nothing runs again. Then come `runs`, and then the gaps.
     """
 
     moments: Sequence[_Moment]

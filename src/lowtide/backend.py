@@ -1,0 +1,357 @@
+"""`torch.compile(model, backend="lowtide", options={"budget": "8GiB"})`.
+
+A backend is handed one graph at a time and never sees the whole step. So the first step runs at the
+lowest peak that each graph can reach alone, and is watched: which graphs run, in which order, and what
+passes from one to another. From the second step on all of them follow one schedule, within the budget.
+
+Counted is what the graphs are given and make, and on CUDA what else is allocated when a step begins. What
+runs outside of them (a loss that is not compiled, say) is not: compile a function that includes it, or
+use `lowtide.optimize`, which sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.graph import _BoxedCodeGen
+
+from lowtide.building import GraphBuilder, tensors_in
+from lowtide.emission import Halves, Planned, emit
+from lowtide.errors import BadRequest, InfeasibleBudget
+from lowtide.fitting import with_costs
+from lowtide.graph import Graph, Origin, Phase, Role, Value
+from lowtide.joining import Place, joined
+from lowtide.sections import boxed, cut_in_two
+from lowtide.solution import GraphSolution
+from lowtide.solvers import is_scheduler, solve
+from lowtide.solvers.graphs import LOWEST, SINGLE_OPS
+from lowtide.units import parse_bytes
+
+_OPTIONS = ("budget", "method", "profile")
+_steps: dict[int, tuple[Any, _Step]] = {}  # by the options of a torch.compile: these it hands over each time
+
+
+def lowtide(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
+) -> Callable[..., Any]:
+    """The Dynamo backend. Its options are `budget` (a size, or "min"), `method` and `profile`.
+
+    Raises:
+        BadRequest: an option is missing, unknown or makes no sense.
+        InfeasibleBudget: the budget is below what the graphs need at least.
+    """
+    known = _steps.get(id(options))
+    if known is None:
+        known = _steps[id(options)] = (options, _Step(_Request.read(options)))
+    return known[1].compile(module, inputs)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the options ask for."""
+
+    budget_bytes: int | None  # None: as low as possible
+    method: str
+    profile: bool
+
+    @staticmethod
+    def read(options: Mapping[str, Any] | None) -> _Request:
+        given = dict(options or {})
+        for name in given:
+            if name not in _OPTIONS:
+                raise BadRequest(f"the lowtide backend has no option {name!r}; it has {', '.join(_OPTIONS)}.")
+        if "budget" not in given:
+            raise BadRequest(
+                "the lowtide backend needs a budget: "
+                'torch.compile(model, backend="lowtide", options={"budget": "8GiB"}).'
+            )
+        budget, method = given["budget"], given.get("method", "auto")
+        if str(budget).strip().endswith("%"):
+            raise BadRequest(
+                f"the lowtide backend does not know the plain peak, of which {budget} is to be a part. "
+                "Give a size, or use lowtide.optimize."
+            )
+        if not is_scheduler(method):
+            raise BadRequest(f"{method} plans layers; the backend plans op by op. Use auto, or leave it out.")
+        lowest = isinstance(budget, str) and budget.strip() == LOWEST
+        return _Request(None if lowest else parse_bytes(budget), method, bool(given.get("profile", True)))
+
+
+@dataclass
+class _Run:
+    """One run of one graph in a step that is watched. Tensors are known by where they lie."""
+
+    graph: _Compiled
+    given: list[int]
+    made: list[int]
+    tangents: list[int] = field(default_factory=list)
+    gradients: list[int] = field(default_factory=list)
+    waiting: bool = True  # for its backward
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A schedule for the graphs that run in one kind of step, and the code for each."""
+
+    graphs: tuple[_Compiled, ...]
+    sections: tuple[Planned, ...]
+
+
+class _Step:
+    """The graphs of one `torch.compile`, and the schedules that they follow.
+
+    A new step begins when a forward runs and no graph waits for its backward, or when the graphs of a plan
+    have all run.
+    """
+
+    def __init__(self, request: _Request) -> None:
+        self.request = request
+        self.plans: list[_Plan] = []
+        self.watched: list[_Run] = []
+        self._following: _Plan | None = None
+        self._next = 0
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one of Dynamo's graphs."""
+        graph = _Compiled(self)
+        compile_ = aot_autograd(
+            fw_compiler=graph.compile_forward,
+            bw_compiler=graph.compile_backward,
+            partition_fn=graph.partition,
+            keep_inference_input_mutations=True,
+        )
+        compiled: Callable[..., Any] = compile_(module, inputs)
+        return compiled
+
+    def section_of(self, graph: _Compiled) -> tuple[int, int] | None:
+        """Which plan `graph` is to follow now, and as which of its sections; None: it is to be watched."""
+        if self._following is not None and self._next == len(self._following.graphs):
+            self._following = None
+        if self._following is None:
+            self._plan_what_was_watched()
+            self._following = next((plan for plan in self.plans if plan.graphs[0] is graph), None)
+            self._next = 0
+        if self._following is None:
+            return None
+        if self._following.graphs[self._next] is not graph:  # another kind of step
+            self._following = None
+            return None
+        self._next += 1
+        return self.plans.index(self._following), self._next - 1
+
+    def _plan_what_was_watched(self) -> None:
+        if not self.watched or any(run.waiting for run in self.watched):
+            return
+        runs, self.watched = self.watched, []
+        whole = joined([run.graph.graph for run in runs], _links(runs))
+        whole = _with_others(whole)
+        solution = _solved(whole, self.request)
+        sections = tuple(
+            emit(run.graph.halves, whole, solution.schedule, section) for section, run in enumerate(runs)
+        )
+        self.plans.append(_Plan(tuple(run.graph for run in runs), sections))
+
+
+class _Compiled:
+    """One captured graph."""
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+        self._halves: Halves | None = None
+        self._drawn: _Drawn | None = None
+        self._alone: Planned | None = None
+
+    @property
+    def halves(self) -> Halves:
+        """The graph as it was cut."""
+        assert self._halves is not None, "AOTAutograd partitions, then compiles, then runs"
+        return self._halves
+
+    @property
+    def graph(self) -> Graph:
+        """The graph by itself."""
+        return self.drawn.graph
+
+    @property
+    def drawn(self) -> _Drawn:
+        """The graph by itself, and what comes and goes."""
+        assert self._drawn is not None, "AOTAutograd partitions, then compiles, then runs"
+        return self._drawn
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
+        """Cut the joint graph in two, and plan it alone, as low as possible."""
+        forward, backward = cut_in_two(joint, inputs, **options)
+        self._halves = Halves(forward, backward, options["num_fwd_outputs"])
+        static = options.get("static_lifetime_input_indices") or ()
+        drawn = _drawn(self._halves, frozenset(static))
+        if self._step.request.profile:
+            drawn = replace(drawn, graph=with_costs(drawn.graph))
+        self._drawn = drawn
+        lowest = _solved(self.graph, replace(self._step.request, budget_bytes=None))
+        budget_bytes = self._step.request.budget_bytes
+        if budget_bytes is not None and lowest.peak_bytes > budget_bytes:
+            running = lowest.timeline.peak_op
+            needed_by = "what is always there" if running is None else running.label
+            raise InfeasibleBudget(lowest.method, budget_bytes, lowest.peak_bytes, needed_by, SINGLE_OPS)
+        self._alone = emit(self._halves, self.graph, lowest.schedule, 0)
+        return forward, backward
+
+    def compile_forward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """A callable that runs the forward."""
+        if self._halves is None:  # nothing in it needs a backward
+            graph.graph.set_codegen(_BoxedCodeGen())
+            graph.recompile()
+            return boxed(graph.forward)
+        return boxed(self._run_forward)
+
+    def compile_backward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """A callable that runs the backward that belongs to the forward whose mark it is given."""
+        return boxed(self._run_backward)
+
+    def _run_forward(self, args: list[Any]) -> Any:
+        found = self._step.section_of(self)
+        user = self.halves.user_results
+        if found is not None:
+            plan, section = found
+            results = self._step.plans[plan].sections[section].forward.forward(args)
+            # The mark: no bytes, but a shape.
+            return [*results[:user], torch.empty(0, 1 + plan, section), *results[user:]]
+        assert self._alone is not None, "planned alone when it was compiled"
+        given = _places(args)
+        results = self._alone.forward.forward(args)
+        self._step.watched.append(_Run(self, given, _places(results[:user])))
+        return [*results[:user], torch.empty(0, 0, len(self._step.watched) - 1), *results[user:]]
+
+    def _run_backward(self, args: list[Any]) -> Any:
+        _, plan, section = args.pop(0).shape
+        if plan:
+            return _backward(self._step.plans[plan - 1].sections[section])(args)
+        assert self._alone is not None, "planned alone when it was compiled"
+        run = self._step.watched[section] if section < len(self._step.watched) else None
+        tangents = _places(args[len(args) - len(self.halves.tangents) :])
+        gradients = _backward(self._alone)(args)
+        if run is not None and run.graph is self:
+            run.tangents, run.gradients, run.waiting = tangents, _places(gradients), False
+        return gradients
+
+
+def _backward(planned: Planned) -> Callable[[list[Any]], Any]:
+    assert planned.backward is not None, "only a forward with a backward leaves a mark"
+    backward: Callable[[list[Any]], Any] = planned.backward.forward
+    return backward
+
+
+def _places(things: Sequence[Any]) -> list[int]:
+    """Where tensors lie; 0 for what is none."""
+    return [thing.untyped_storage().data_ptr() if isinstance(thing, torch.Tensor) else 0 for thing in things]
+
+
+# Graphs -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The graph of one captured graph; and for all that comes and goes its value, None for what has none."""
+
+    graph: Graph
+    given: tuple[int | None, ...]
+    made: tuple[int | None, ...]
+    tangents: tuple[int | None, ...]
+    gradients: tuple[int | None, ...]
+
+
+def _drawn(halves: Halves, static: frozenset[int]) -> _Drawn:
+    """What a captured graph does, read off its nodes."""
+    assert halves.backward is not None, "only graphs with a backward are cut"
+    given = list(halves.forward.graph.find_nodes(op="placeholder"))
+    device = next(
+        (str(tensor.device) for node in given for tensor in tensors_in(node.meta.get("val"))), "cpu"
+    )
+    builder = GraphBuilder("step", Origin.JOINT, device, {})
+
+    def residents(nodes: Sequence[fx.Node], role: Callable[[int], Role]) -> tuple[int | None, ...]:
+        found: list[int | None] = []
+        for position, node in enumerate(nodes):
+            tensor = next(tensors_in(node.meta.get("val")), None)
+            if tensor is not None and builder.value_of(tensor) is None:
+                builder.add_value(tensor, role(position), node.name)
+            found.append(None if tensor is None else builder.value_of(tensor))
+        return tuple(found)
+
+    came = residents(given, lambda position: Role.PARAMETER if position in static else Role.BATCH)
+    tangents = residents(halves.tangents, lambda _: Role.BATCH)
+    in_forward, in_backward = halves.ops
+    for phase, nodes in ((Phase.FORWARD, in_forward), (Phase.BACKWARD, in_backward)):
+        for node in nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
+            builder.add_op(node.target, args, kwargs, node.meta.get("val"), phase=phase, module=_module(node))
+    made = _values(builder, _results(halves.forward)[: halves.user_results])
+    gradients = _values(builder, _results(halves.backward))
+    graph = builder.finish(value for value in (*made, *gradients) if value is not None)
+    return _Drawn(graph, came, made, tangents, gradients)
+
+
+def _results(half: fx.GraphModule) -> list[Any]:
+    (output,) = half.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def _values(builder: GraphBuilder, nodes: Sequence[Any]) -> tuple[int | None, ...]:
+    fakes = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in nodes]
+    return tuple(builder.value_of(fake) if isinstance(fake, torch.Tensor) else None for fake in fakes)
+
+
+def _module(node: fx.Node) -> str:
+    """The path of the innermost module that `node` belongs to, as Dynamo knows it."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values())):
+        return str(path).replace("L['self']", "").strip(".")
+    return ""
+
+
+def _links(runs: Sequence[_Run]) -> dict[Place, Place]:
+    """What one graph was given that another had or made: what lay at the same place, and is as large.
+
+    Memory is used again, so two tensors may have lain at one place. Then they are taken for one that lives
+    long enough for both: that counts too much, never too little.
+    """
+    links: dict[Place, Place] = {}
+    seen: dict[tuple[int, int], Place] = {}
+
+    def add(part: int, places: Sequence[int], values: Sequence[int | None], *, comes: bool) -> None:
+        for place, value in zip(places, values, strict=True):
+            if value is None or not place:
+                continue
+            key = (place, runs[part].graph.graph.values[value].bytes)
+            if comes and key in seen and seen[key] != (part, value):
+                links.setdefault((part, value), seen[key])
+            else:
+                seen[key] = (part, value)
+
+    for part, run in enumerate(runs):
+        add(part, run.given, run.graph.drawn.given, comes=True)
+        add(part, run.made, run.graph.drawn.made, comes=False)
+    seen.clear()
+    for part, run in reversed(list(enumerate(runs))):
+        add(part, run.tangents, run.graph.drawn.tangents, comes=True)
+        add(part, run.gradients, run.graph.drawn.gradients, comes=False)
+    return links
+
+
+def _with_others(graph: Graph) -> Graph:
+    """With everything else that is allocated on CUDA when a step begins: states of the optimizer, say."""
+    if not graph.device.startswith("cuda"):
+        return graph
+    known = sum(graph.counted_bytes(value) for value in graph.resident)
+    others = max(0, torch.cuda.memory_allocated(graph.device) - known)
+    value = Value(len(graph.values), others, Role.OPTIMIZER_STATE, "other tensors", device=graph.device)
+    return replace(graph, values=(*graph.values, value))
+
+
+def _solved(graph: Graph, request: _Request) -> GraphSolution:
+    return solve(graph, request.method, LOWEST if request.budget_bytes is None else request.budget_bytes)

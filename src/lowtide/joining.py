@@ -1,0 +1,87 @@
+"""Graphs of parts of a step, joined into the graph of the whole.
+
+Forwards come in the order of the parts, backwards in the opposite one. A value that one part makes and
+another is given is one value, as far as `links` say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from lowtide.graph import Arg, Graph, Op, Phase, Ref, Tensor, Value
+from lowtide.validation import validate
+
+Place = tuple[int, int]  # part, value in it
+
+
+def joined(parts: Sequence[Graph], links: Mapping[Place, Place]) -> Graph:
+    """One graph of all `parts`, each of which becomes a section.
+
+    `links` maps what a part is given, a resident value of its graph, to what it is elsewhere: a value of
+    an earlier forward, of a later part's backward, or something resident that several parts are given.
+    What any part leaves behind outlives the step.
+    """
+    values: list[Value] = []
+    tensors: list[Tensor] = []
+    number: dict[Place, int] = {}
+    for part, graph in enumerate(parts):
+        for value in graph.values:
+            if (part, value.id) not in links:
+                number[part, value.id] = len(values)
+                values.append(replace(value, id=len(values)))
+    for given in links:
+        number[given] = number[_origin(given, links)]
+    offsets: list[int] = []
+    for part, graph in enumerate(parts):
+        offsets.append(len(tensors))
+        for tensor in graph.tensors:
+            found = number[part, tensor.value]
+            tensors.append(replace(tensor, id=len(tensors), value=found))
+    order = [(part, op) for part, graph in enumerate(parts) for op in graph.ops if op.phase is Phase.FORWARD]
+    for part, graph in reversed(list(enumerate(parts))):
+        order.extend((part, op) for op in graph.ops if op.phase is not Phase.FORWARD)
+    ops = [
+        _renumbered(op, position, part, offsets[part], number) for position, (part, op) in enumerate(order)
+    ]
+    return validate(
+        replace(
+            parts[0],
+            ops=tuple(ops),
+            values=tuple(values),
+            tensors=tuple(tensors),
+            outputs=frozenset(
+                number[part, value] for part, graph in enumerate(parts) for value in graph.outputs
+            ),
+            notes=tuple(dict.fromkeys(note for graph in parts for note in graph.notes)),
+        )
+    )
+
+
+def _origin(place: Place, links: Mapping[Place, Place]) -> Place:
+    while place in links:
+        place = links[place]
+    return place
+
+
+def _renumbered(op: Op, position: int, part: int, offset: int, number: Mapping[Place, int]) -> Op:
+    def arg(given: Arg) -> Arg:
+        if isinstance(given, Ref):
+            return Ref(given.tensor + offset)
+        return tuple(map(arg, given)) if isinstance(given, tuple) else given
+
+    def these(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(number[part, value] for value in values))
+
+    return replace(
+        op,
+        id=position,
+        section=part,
+        args=tuple(map(arg, op.args)),
+        kwargs=tuple((name, arg(given)) for name, given in op.kwargs),
+        outputs=tuple(None if output is None else output + offset for output in op.outputs),
+        reads=these(op.reads),
+        creates=these(op.creates),
+        mutates=these(op.mutates),
+        updates=these(op.updates),
+    )

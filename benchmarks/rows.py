@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowtide import zoo
+from subjects import bert, gpt2_medium, llama_1b
 
 
 @dataclass(frozen=True)
@@ -91,33 +92,6 @@ def _hf_row(
     return Row(label, build, held_out)
 
 
-def _gpt2_medium() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(n_embd=1024, n_layer=24, n_head=16))
-
-
-def _bert_base() -> Any:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig())
-
-
-def _llama_1b() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128_256,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).to(torch.bfloat16)
-
-
 ROWS: tuple[Row, ...] = (
     _zoo_row("vgg19", batch=128),
     _zoo_row("alexnet", batch=1024),
@@ -125,15 +99,15 @@ ROWS: tuple[Row, ...] = (
     _zoo_row("resnet152", batch=96),
     _zoo_row("densenet201", batch=96),
     _zoo_row("inception_v3", batch=128),
-    _hf_row("gpt2-medium", _gpt2_medium, 8, 1024),
-    _hf_row("gpt2-medium", _gpt2_medium, 8, 1024, checkpointing=True),
-    _hf_row("llama-1b bf16", _llama_1b, 8, 2048),
-    _hf_row("llama-1b bf16", _llama_1b, 8, 2048, checkpointing=True),
+    _hf_row("gpt2-medium", gpt2_medium, 8, 1024),
+    _hf_row("gpt2-medium", gpt2_medium, 8, 1024, checkpointing=True),
+    _hf_row("llama-1b bf16", llama_1b, 8, 2048),
+    _hf_row("llama-1b bf16", llama_1b, 8, 2048, checkpointing=True),
     _zoo_row("unet", held_out=True, batch=32, image=256),
     _zoo_row("vgg16_bn", held_out=True, batch=64),
     _zoo_row("resnet34", held_out=True, batch=256, image=160),
     _zoo_row("vit", held_out=True, batch=64),
     _zoo_row("lstm", held_out=True, batch=256),
-    _hf_row("bert-base", _bert_base, 16, 512, held_out=True),
+    _hf_row("bert-base", bert, 16, 512, held_out=True),
     _autocast_row("gpt", 8, 1024),
 )

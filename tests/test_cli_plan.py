@@ -17,7 +17,7 @@ import lowtide
 from lowtide.cli import main
 from lowtide.cli.options import GRANULARITIES
 from lowtide.cutting import Granularity
-from lowtide.solvers import methods
+from lowtide.solvers import methods, schedulers
 
 # Four layers of linear and tanh; test_comparing.py adds up these peaks.
 USER_FILE = """
@@ -87,13 +87,13 @@ def test_plan_prints_what_it_saves_what_it_costs_and_what_is_recomputed() -> Non
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
-def test_the_default_method_is_rotor_within_a_budget_and_hong_linear_without() -> None:
+def test_the_default_method_is_auto_within_a_budget_and_hong_linear_without() -> None:
     assert json.loads(plan("--json").stdout)["method"] == "hong-linear"
-    assert json.loads(plan("--json", "--budget", "95%").stdout)["method"] == "rotor"
+    assert json.loads(plan("--json", "--budget", "95%").stdout)["method"] == "auto"
 
 
 def test_plan_as_json_is_one_document_and_the_users_prints_go_to_stderr() -> None:
-    result = plan("--json", "--budget", "95%", "--optimizer", "sgd")
+    result = plan("--json", "--budget", "95%", "--optimizer", "sgd", "--method", "rotor")
     assert (result.exit_code, result.stderr) == (0, "building\n")
     document = json.loads(result.stdout)
     assert document["predicted_peak_bytes"] <= document["budget_bytes"]
@@ -124,7 +124,7 @@ def test_a_saved_plan_can_be_loaded_and_applied(folder: Path) -> None:
 
 
 def test_the_picture_of_a_plan_shows_both_steps_to_one_scale(folder: Path) -> None:
-    plan("--plot", "out.svg", "--budget", "95%")
+    plan("--plot", "out.svg", "--budget", "95%", "--method", "rotor")
     text = (folder / "out.svg").read_text()
     for words in (
         "mine.py:four, on cuda:0",
@@ -228,18 +228,26 @@ def test_the_picture_of_a_comparison_names_every_method_and_the_bounds(folder: P
 
 def test_solvers_lists_every_method_on_a_page() -> None:
     result = run("solvers")
-    lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:] if not line.startswith(" ")] == list(methods())
-    assert max(map(len, lines)) <= 100
-    text = result.stdout
-    assert all(method.reference in text and method.complexity in text for method in methods().values())
+    layers, ops = (section.splitlines() for section in result.stdout.split("\n\n"))
+    for lines, title, listed in ((layers, "layer by layer", methods()), (ops, "op by op", schedulers())):
+        assert lines[0].startswith(f"{title}  ")
+        assert [line.split()[0] for line in lines[1:] if not line.startswith(" ")] == list(listed)
+        assert max(map(len, lines)) <= 100
+    text = " ".join(result.stdout.split())
+    for method in [*methods().values(), *schedulers().values()]:
+        assert method.complexity in text
+        assert method.reference in text
 
 
 def test_solvers_as_json_has_everything_there_is_to_know() -> None:
     document = json.loads(run("solvers", "--json").stdout)
-    assert [method["name"] for method in document] == list(methods())
+    assert [method["name"] for method in document] == [*methods(), *schedulers()]
+    assert [method["plans"] for method in document] == ["layers"] * len(methods()) + ["ops"] * len(
+        schedulers()
+    )
     assert document[0] == {
         "name": "keep-all",
+        "plans": "layers",
         "minimises": "time",
         "complexity": "O(1)",
         "takes_budget": True,
@@ -279,14 +287,18 @@ def test_the_granularities_offered_are_the_ones_there_are() -> None:
 # Refusals --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("command", "nearest"), [(plan, "rotor or auto"), (compare, "rotor")])
+def test_an_unknown_method_is_told_those_that_the_command_takes(command: object, nearest: str) -> None:
+    result: Result = command("--method", "roto", "--json")  # type: ignore[operator]
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = f"error: there is no method called 'roto'. Did you mean {nearest}? There are: keep-all, "
+    assert said in result.stderr
+
+
 @pytest.mark.parametrize("command", [plan, compare])
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            ["--method", "roto"],
-            "error: there is no method called 'roto'. Did you mean rotor? There are:",
-        ),
         (["--granularity", "coarse"], "'--granularity': 'coarse' is not one of 'fine', 'layer', 'block'"),
         (["--module", "nope"], "error: the step calls no module 'nope', or nothing is computed in it."),
         (["--budget", "lots"], "'--budget': cannot read 'lots' as a size. Write a size such as 24GiB"),
@@ -309,7 +321,7 @@ def test_a_bad_request_is_refused_in_words_with_exit_code_two(
     ("arguments", "said"),
     [
         (
-            ["--budget", "20000"],
+            ["--budget", "20000", "--method", "rotor"],
             "error: no plan of rotor fits in 19.5 KiB: the least it reaches is 31.2 KiB (31979 bytes), "
             "needed by 2 … 3. Raise the budget to at least that, shrink the batch, or cut the model finer.",
         ),
@@ -324,6 +336,12 @@ def test_a_plan_that_cannot_be_is_one_message_and_writes_nothing(
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in result.stderr
     assert {path.name for path in folder.iterdir()} == {"mine.py"}
+
+
+def test_what_plans_ops_is_not_compared_with_what_plans_layers() -> None:
+    result = compare("--method", "auto", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: auto plans op by op, and plans of layers are compared. Plan with it:" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from lowtide.measurement import measure
 from lowtide.planning import Rehearsal, optimize, plan
 from lowtide.plans import Plan
 from lowtide.segments import apply, remove
-from lowtide.solution import Status
-from lowtide.training import training_step
+from lowtide.solution import Solution, Status
+from lowtide.training import Example, training_step
 
 TINY: dict[str, dict[str, int]] = {
     "alexnet": {"batch": 8, "image": 96},
@@ -105,9 +106,16 @@ BATCH = torch.randn(512, 64)
 TENSOR = 512 * 64 * 4
 
 
+def planned(model: nn.Module, example: Example, **options: Any) -> Solution:
+    """A plan of layers."""
+    solution = plan(model, example, **options)
+    assert isinstance(solution, Solution)
+    return solution
+
+
 def test_one_line_plans_and_one_applies() -> None:
     model = tanh_chain(8)
-    solution = plan(model, BATCH, loss=square, profile=False)
+    solution = planned(model, BATCH, loss=square, profile=False)
     assert solution.confirmation is not None
     assert solution.status is Status.OPTIMAL
     states = solution.confirmation.peak_bytes - solution.peak_bytes  # random ones, which the chain leaves out
@@ -120,10 +128,10 @@ def test_one_line_plans_and_one_applies() -> None:
 
 def test_a_model_that_has_a_plan_keeps_it_while_another_is_made() -> None:
     model = tanh_chain(8)
-    first = plan(model, BATCH, loss=square, profile=False)
+    first = planned(model, BATCH, loss=square, profile=False)
     apply(model, first)
     hooks = [len(module._forward_hooks) for module in model.modules()]
-    again = plan(model, BATCH, loss=square, profile=False)
+    again = planned(model, BATCH, loss=square, profile=False)
     assert again.confirmation == first.confirmation
     assert again.plan == first.plan
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
@@ -136,7 +144,7 @@ def test_planning_leaves_model_gradients_and_streams_alone() -> None:
     before = copy.deepcopy(model.state_dict())
     gradients = [parameter.grad for parameter in model.parameters()]
     stream = torch.get_rng_state()
-    plan(model, BATCH, loss=square, profile=False)
+    planned(model, BATCH, loss=square, profile=False)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
     assert torch.equal(stream, torch.get_rng_state())
@@ -145,8 +153,8 @@ def test_planning_leaves_model_gradients_and_streams_alone() -> None:
 
 def test_the_optimizers_states_and_step_are_in_the_budget() -> None:
     model = tanh_chain(8)
-    without = plan(model, BATCH, loss=square, profile=False)
-    adam = plan(model, BATCH, loss=square, optimizer="adam", profile=False)
+    without = planned(model, BATCH, loss=square, profile=False)
+    adam = planned(model, BATCH, loss=square, optimizer="adam", profile=False)
     parameters = sum(parameter.numel() * 4 for parameter in model.parameters())
     assert without.confirmation is not None
     assert adam.confirmation is not None
@@ -236,10 +244,10 @@ def test_ddp_trains_an_applied_model_to_the_same_losses(tmp_path: Path) -> None:
 def test_a_budget_below_the_floor_names_the_floor_and_the_layer() -> None:
     model = tanh_chain(8)
     with pytest.raises(InfeasibleBudget, match=r"no plan of rotor fits in 1\.0 KiB") as caught:
-        plan(model, BATCH, loss=square, budget="1KiB", method="rotor", profile=False)
+        planned(model, BATCH, loss=square, budget="1KiB", method="rotor", profile=False)
     error = caught.value
     assert error.needed_by in str(error)
-    solution = plan(model, BATCH, loss=square, budget=error.least_bytes, method="rotor", profile=False)
+    solution = planned(model, BATCH, loss=square, budget=error.least_bytes, method="rotor", profile=False)
     assert solution.confirmation is not None
     assert solution.confirmation.peak_bytes <= error.least_bytes
 
@@ -257,9 +265,9 @@ def test_an_unknown_granularity_is_refused() -> None:
 def test_a_failing_model_keeps_no_plan() -> None:
     model = tanh_chain(4)
     with pytest.raises(BadRequest, match="the training step raised an error"):
-        plan(model, torch.randn(4, 63), loss=square, profile=False)
+        planned(model, torch.randn(4, 63), loss=square, profile=False)
     assert not any(module._forward_hooks for module in model.modules())
-    assert plan(model, BATCH, loss=square, method="keep-all", profile=False).plan == Plan()
+    assert planned(model, BATCH, loss=square, method="keep-all", profile=False).plan == Plan()
 
 
 # Batches and paths that change --------------------------------------------------------------------------
@@ -294,7 +302,7 @@ def test_under_a_budget_other_inputs_are_planned_for_when_they_are_met(
     model = Depth()
     plain, budget = copy.deepcopy(model), 70
     resident = sum(parameter.numel() * 4 for parameter in model.parameters())
-    optimize(model, BATCH, budget=f"{budget}%", loss=square, profile=False)
+    optimize(model, BATCH, budget=f"{budget}%", method="rotor", loss=square, profile=False)
     least = Rehearsal(plain, BATCH, square, profile=False).plain.peak_bytes * budget // 100
     with pytest.warns(UserWarning, match="New inputs are planned for when they are met first"):
         planned_growth(model, *others[0])
@@ -313,7 +321,7 @@ def test_under_a_budget_other_inputs_are_planned_for_when_they_are_met(
 
 def test_a_batch_for_which_no_plan_fits_is_refused_before_it_runs() -> None:
     model = tanh_chain(8)
-    optimize(model, BATCH, budget="70%", loss=square, profile=False)
+    optimize(model, BATCH, budget="70%", method="rotor", loss=square, profile=False)
     with (
         pytest.warns(UserWarning, match="New inputs are planned for"),
         pytest.raises(InfeasibleBudget, match="no plan of rotor fits"),
@@ -324,7 +332,7 @@ def test_a_batch_for_which_no_plan_fits_is_refused_before_it_runs() -> None:
 
 def test_a_copy_of_an_optimized_model_plans_for_itself() -> None:
     model = tanh_chain(8)
-    optimize(model, BATCH, budget="70%", loss=square, profile=False)
+    optimize(model, BATCH, budget="70%", method="rotor", loss=square, profile=False)
     copied = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="New inputs are planned for"):
         square(copied(torch.randn(100, 64))).backward()
@@ -334,7 +342,7 @@ def test_a_copy_of_an_optimized_model_plans_for_itself() -> None:
 
 def test_a_path_that_no_argument_tells_of_is_noticed() -> None:
     model = Depth()
-    apply(model, plan(model, (BATCH,), loss=square, method="chen-sqrt", profile=False))
+    apply(model, planned(model, (BATCH,), loss=square, method="chen-sqrt", profile=False))
     model.first = 3
     with pytest.warns(UserWarning, match="took another path than the one that was planned"):
         square(model(BATCH)).backward()

@@ -66,6 +66,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         ("lowtide.parse_bytes('1KiB')", "False"),
         ("lowtide.simulate, lowtide.Graph, lowtide.load_graph, lowtide.MissingExtra", "False"),
         ("lowtide.solve, lowtide.methods(), lowtide.Chain, lowtide.Plan, lowtide.load_solution", "False"),
+        ("lowtide.schedulers(), lowtide.frontier, lowtide.GraphSolution", "False"),
         ("lowtide.dry_run", "True"),
         ("lowtide.compare", "True"),
     ],

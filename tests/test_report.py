@@ -389,9 +389,9 @@ def test_a_label_is_beside_its_point_if_it_can_be_and_elsewhere_if_not() -> None
 def test_the_table_of_methods_tells_of_each_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     from lowtide.report.methods import print_methods
 
-    print_methods({"rotor": methods()["rotor"]})
+    print_methods({"layer by layer": {"rotor": methods()["rotor"]}})
     header, first, *rest = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert header.split() == ["method", "minimises", "complexity", "budget"]
+    assert header.split() == ["layer", "by", "layer", "minimises", "complexity", "budget"]
     assert first.split()[0] == "rotor"
     assert first.endswith("yes")
     assert [line.strip() for line in rest] == [

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from handmade import Drawing
+from lowtide import rules
 from lowtide.graph import Graph, Op, Origin, Phase, Ref, Role, Tensor, Value
 from lowtide.rules import cuda_rules, price
 from lowtide.schedule import Free
@@ -630,3 +635,19 @@ def test_library_memory_is_part_of_the_peak_from_the_beginning() -> None:
     assert priced.timeline.resident_bytes == trace.timeline.resident_bytes + 64 * MIB
     assert priced.timeline.categories[Category.WORKSPACE] == 64 * MIB
     assert priced.peak_bytes == trace.peak_bytes + 64 * MIB
+
+
+def test_a_process_whose_first_capture_is_for_cuda_learns_what_pytorch_can_override() -> None:
+    code = (
+        "from torch.overrides import get_overridable_functions\n"
+        "import torch.nn.functional as F\n"
+        "from lowtide.rules import cuda_rules\n"
+        "own = F.cross_entropy\n"
+        "with cuda_rules():\n"
+        "    print(own in get_overridable_functions()[F])\n"  # as Dynamo asks
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(rules.__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"

@@ -13,7 +13,7 @@ from lowtide.chain import Chain, Kind
 from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
 from lowtide.plans import Plan
 from lowtide.solution import Answer, Status
-from lowtide.solvers import methods, solve
+from lowtide.solvers import methods, schedulers, solve
 from lowtide.solvers.baselines import EveryK, KeepAll
 from lowtide.solvers.graphs import SolverMistake
 from lowtide.solvers.method import Method
@@ -187,7 +187,7 @@ def test_an_unknown_method_is_told_its_nearest() -> None:
     with pytest.raises(UnknownMethod, match=r"no method called 'roter'. Did you mean rotor") as caught:
         solve(FIVE, "roter")
     assert caught.value.nearest[0] == "rotor"
-    assert caught.value.known == tuple(methods())
+    assert caught.value.known == (*methods(), *schedulers())
 
 
 def test_a_method_without_budgets_names_those_with() -> None:

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from lowtide.schedule import Compute, Free, Schedule, straight
     from lowtide.simulation import Allocator, Category, Timeline, simulate
     from lowtide.solution import Confirmation, GraphSolution, Solution, Status
-    from lowtide.solvers.registry import methods, solve
+    from lowtide.solvers.frontier import frontier
+    from lowtide.solvers.registry import methods, schedulers, solve
     from lowtide.tracing import Trace, dry_run
     from lowtide.units import format_bytes, parse_bytes
     from lowtide.validation import validate
@@ -97,6 +98,7 @@ __all__ = [
     "dry_run",
     "fit",
     "format_bytes",
+    "frontier",
     "load_graph",
     "load_solution",
     "measure",
@@ -109,6 +111,7 @@ __all__ = [
     "save_graph",
     "save_solution",
     "saved",
+    "schedulers",
     "simulate",
     "solve",
     "straight",
@@ -149,7 +152,8 @@ _NAMES_OF_MODULE = {
     "schedule": ("Compute", "Free", "Schedule", "straight"),
     "simulation": ("Allocator", "Category", "Timeline", "simulate"),
     "solution": ("Confirmation", "GraphSolution", "Solution", "Status"),
-    "solvers.registry": ("methods", "solve"),
+    "solvers.frontier": ("frontier",),
+    "solvers.registry": ("methods", "schedulers", "solve"),
     "tracing": ("Trace", "dry_run"),
     "units": ("format_bytes", "parse_bytes"),
     "validation": ("validate",),

@@ -39,9 +39,9 @@ def apply(
         BadRequest: the plan was made from sizes, or from a graph, alone.
     """
     if isinstance(solution, GraphSolution):
-        prepared = rerouting.check(model, solution)
-        remove(prepared)
-        return rerouting.reroute(prepared, solution, on_new_inputs=on_new_inputs, accumulate=accumulate)
+        rerouting.reroute(model, solution, on_new_inputs=on_new_inputs, accumulate=accumulate)
+        segments.remove(model)
+        return model
     if not isinstance(solution, Solution):
         raise BadRequest(
             f"a plan is what lowtide.plan and lowtide.load_solution return, not a {type(solution).__name__}."

@@ -130,12 +130,13 @@ class StepBudget:
     def _labelled(self, solution: GraphSolution, budget_bytes: int | None) -> GraphSolution:
         """`solution`, with what is needed to apply it to the model."""
         args, kwargs = arguments(self.example)
+        device = self.graph.device.partition(":")[0]
         return replace(
             solution,
             budget_bytes=budget_bytes,
             plain_peak_bytes=self.plain_peak_bytes,
             fingerprint=fingerprint(self.model),
-            inputs=circumstances(list(self.model.named_parameters()), args, kwargs),
+            inputs=circumstances(list(self.model.named_parameters()), args, kwargs, device),
             torch_version=torch.__version__.partition("+")[0],
         )
 

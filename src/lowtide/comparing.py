@@ -24,6 +24,7 @@ from lowtide.plans import Plan
 from lowtide.segments import apply, set_aside
 from lowtide.solution import Confirmation, Solution
 from lowtide.solvers import methods as registered
+from lowtide.solvers import schedulers
 from lowtide.solvers.method import Method
 from lowtide.tracing import Trace
 from lowtide.training import arguments, build_optimizer, training_step
@@ -122,7 +123,7 @@ def compare(
     """
     if repeats < 1:
         raise BadRequest(f"steps cannot be timed {repeats} times; give 1 or more.")
-    _check_known(methods or ())
+    check_methods(methods or ())
     device = _measurable(rehearsal) if measure else None
     chain = rehearsal.chain(granularity, modules)
     others = [method for method in _chosen(methods, chain, budget) if _name(method) != "keep-all"]
@@ -164,10 +165,16 @@ def _name(method: str | Method) -> str:
     return method if isinstance(method, str) else method.name
 
 
-def _check_known(methods: Iterable[str | Method]) -> None:
-    for method in methods:
-        if isinstance(method, str) and method not in registered():
-            raise UnknownMethod(method, registered())
+def check_methods(methods: Iterable[str | Method]) -> None:
+    """Raise UnknownMethod or BadRequest for a name that no method for chains has."""
+    for name in (method for method in methods if isinstance(method, str)):
+        if name in schedulers():
+            raise BadRequest(
+                f"{name} plans op by op, and plans of layers are compared. "
+                f"Plan with it: lowtide plan --method {name}."
+            )
+        if name not in registered():
+            raise UnknownMethod(name, registered())
 
 
 def _chosen(

@@ -31,9 +31,15 @@ class Execution:
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.graph = graph
-        self.schedule = schedule
+        self.schedules = [
+            schedule
+        ]  # the last one is followed; forwards before it may still wait for their backward
         self._sections = 1 + max((op.section for op in graph.ops), default=-1)
         self._next = 0
+
+    def follow(self, schedule: Schedule) -> None:
+        """From the next forward on, do as another schedule of the same graph says."""
+        self.schedules.append(schedule)
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
@@ -69,7 +75,7 @@ class _PlannedGraph:
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
         self._halves: Halves | None = None
-        self._planned: dict[int, Planned] = {}
+        self._planned: dict[tuple[int, int], Planned] = {}
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
         """Cut the joint graph in two, keeping everything, as it was cut when it was captured."""
@@ -84,13 +90,14 @@ class _PlannedGraph:
 
         def run(args: list[Any]) -> Any:
             section = self._execution.next_section()
-            planned = self.planned(section)
+            schedule = len(self._execution.schedules) - 1
+            planned = self.planned(schedule, section)
             results = planned.forward.forward(args)
             if planned.backward is None:
                 return results
             user = self.halves.user_results
             # The mark: no bytes, but a shape.
-            return [*results[:user], torch.empty(0, section), *results[user:]]
+            return [*results[:user], torch.empty(0, schedule, section), *results[user:]]
 
         return boxed(run)
 
@@ -98,7 +105,8 @@ class _PlannedGraph:
         """A callable that runs the backward of the section whose mark it is given."""
 
         def run(args: list[Any]) -> Any:
-            backward = self.planned(int(args.pop(0).shape[1])).backward
+            _, schedule, section = args.pop(0).shape
+            backward = self.planned(schedule, section).backward
             assert backward is not None, "only a forward with a backward leaves a mark"
             return backward.forward(args)
 
@@ -110,9 +118,10 @@ class _PlannedGraph:
         assert self._halves is not None, "AOTAutograd partitions, then compiles, then runs"
         return self._halves
 
-    def planned(self, section: int) -> Planned:
-        """The code for a section, generated when it is first wanted."""
-        if section not in self._planned:
+    def planned(self, schedule: int, section: int) -> Planned:
+        """The code for a section under a schedule, generated when it is first wanted."""
+        key = schedule, section
+        if key not in self._planned:
             execution = self._execution
-            self._planned[section] = emit(self.halves, execution.graph, execution.schedule, section)
-        return self._planned[section]
+            self._planned[key] = emit(self.halves, execution.graph, execution.schedules[schedule], section)
+        return self._planned[key]

@@ -24,6 +24,7 @@ from lowtide.plans import Plan
 from lowtide.rerouting import reroute
 from lowtide.segments import Model
 from lowtide.segments import apply as apply_segments
+from lowtide.segments import remove as remove_segments
 from lowtide.sizing import chain_of
 from lowtide.solution import Confirmation, GraphSolution, Solution
 from lowtide.solvers import default_method, is_scheduler, solve
@@ -216,11 +217,11 @@ def plan(
     """
     chosen = method or default_method(budget)
     if is_scheduler(chosen):
-        _refuse_cutting(granularity, modules)
+        refuse_cutting(granularity, modules)
         step = StepBudget(model, example, loss, optimizer, accumulate, device, profile, name, progress)
         return step.solve(chosen, budget)
     assert not isinstance(chosen, Scheduler)
-    _refuse_op_level_requests(budget, accumulate)
+    refuse_op_level_requests(budget, accumulate)
     rehearsal = Rehearsal(model, example, loss, optimizer, device, profile, name, progress)
     return rehearsal.solve(rehearsal.chain(granularity, modules), chosen, budget)
 
@@ -258,20 +259,16 @@ def optimize(
     chosen = method or default_method(budget)
     on_new_inputs = "error" if on_new_shape == "error" else "warn"
     if is_scheduler(chosen):
-        _refuse_cutting(granularity, modules)
+        refuse_cutting(granularity, modules)
         step = StepBudget(model, example, loss, optimizer, accumulate, device, profile)
         planned = step.solve(chosen, budget)
         anew = _OpsAnew(loss, optimizer, accumulate, device, profile, chosen, step.bytes_of(budget))
-        remove(model)
-        return reroute(
-            model,
-            planned,
-            on_new_inputs=on_new_inputs,
-            accumulate=accumulate,
-            replan=anew if on_new_shape == "plan" else None,
-        )
+        replan = anew if on_new_shape == "plan" else None
+        reroute(model, planned, on_new_inputs=on_new_inputs, accumulate=accumulate, replan=replan)
+        remove_segments(model)
+        return model
     assert not isinstance(chosen, Scheduler)
-    _refuse_op_level_requests(budget, accumulate)
+    refuse_op_level_requests(budget, accumulate)
     first = Rehearsal(model, example, loss, optimizer, device, profile)
     budget_bytes = None if budget is None else parse_budget(budget, _peak_bytes(first.plain))
     solution = first.solve(first.chain(granularity, modules), chosen, budget_bytes)
@@ -282,7 +279,8 @@ def optimize(
     )
 
 
-def _refuse_cutting(granularity: str | Granularity, modules: Collection[str] | None) -> None:
+def refuse_cutting(granularity: str | Granularity, modules: Collection[str] | None) -> None:
+    """Raise BadRequest where it is said how to cut a model that is planned op by op."""
     if modules is not None or _granularity(granularity) is not Granularity.LAYER:
         raise BadRequest(
             "granularity and modules say how to cut a model into a chain of layers; this method plans op by "
@@ -290,7 +288,8 @@ def _refuse_cutting(granularity: str | Granularity, modules: Collection[str] | N
         )
 
 
-def _refuse_op_level_requests(budget: str | int | None, accumulate: int) -> None:
+def refuse_op_level_requests(budget: str | int | None, accumulate: int) -> None:
+    """Raise BadRequest where a model that is planned by layers is asked for what ops alone can do."""
     if budget == LOWEST:
         raise BadRequest(
             'the budget "min" is for methods that plan op by op (auto). Without a budget, a method for '

@@ -45,8 +45,12 @@ def reroute(
     if on_new_inputs not in ON_NEW_INPUTS:
         raise BadRequest(f"on_new_inputs is {on_new_inputs!r}; it is one of {', '.join(ON_NEW_INPUTS)}.")
     check(model, solution)
+    before = model.__dict__.get(_FORWARD)
     restore(model)
-    model.__dict__[_FORWARD] = _Route(model, {solution.inputs: solution}, on_new_inputs, accumulate, replan)
+    route = _Route(model, {solution.inputs: solution}, on_new_inputs, accumulate, replan)
+    if isinstance(before, _Route):
+        route.take_over(before)
+    model.__dict__[_FORWARD] = route
     return model
 
 
@@ -148,6 +152,14 @@ class _Route:
                 return course.compiled(*args, **kwargs)
             return course.compiled(model, *args, **kwargs)
 
+    def take_over(self, before: _Route) -> None:
+        """Go on with what was compiled for an earlier plan of the same graphs: only the schedule is new."""
+        for inputs, solution in self._solutions.items():
+            course = before._courses.get(inputs)
+            if course is not None and course.execution.graph == solution.graph:
+                course.execution.follow(solution.schedule)
+                self._courses[inputs] = course
+
     def _plain(self, model: nn.Module) -> Callable[..., Any]:
         return self.own or type(model).forward.__get__(model)
 
@@ -220,11 +232,17 @@ class _Route:
 
 
 def circumstances(
-    parameters: Sequence[tuple[str, nn.Parameter]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: str | None = None,
 ) -> tuple[str, ...]:
-    """Everything that decides which ops a model runs: its inputs, autocast, and what is frozen."""
+    """Everything that decides which ops a model runs: its inputs, autocast, and what is frozen.
+
+    `device` is where it will run, if it is not there yet: a model on meta knows of no autocast.
+    """
     found = [*described_inputs(args, kwargs)]
-    device = parameters[0][1].device.type if parameters else "cpu"
+    device = device or (parameters[0][1].device.type if parameters else "cpu")
     if torch.is_autocast_enabled(device):
         found.append(f"autocast {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}")
     frozen = [name for name, parameter in parameters if not parameter.requires_grad]

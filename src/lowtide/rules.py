@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import get_overridable_functions
 
 from lowtide.graph import Graph, Op, Tensor, argument_tensors
 from lowtide.libraries import threads_using_matrix_products, with_library
@@ -43,6 +44,7 @@ def cuda_rules() -> Iterator[None]:
     Functions are replaced where models look them up. A torch-function mode would be the other way, but
     PyTorch suspends it inside `backward`, where checkpointing runs the forward again.
     """
+    get_overridable_functions()  # Dynamo asks once a process, and must not see what stands in for them
     dropout = partial(_dropout, F.dropout)
     attention = partial(_attention, F.scaled_dot_product_attention)
     cross_entropy = partial(_cross_entropy, F.cross_entropy)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lowtide.cli.options import budget_option, cutting_options, json_option, plot_option, step_options
-from lowtide.cli.preparing import check_can_draw, check_methods, default_device, load_model, rehearsed
+from lowtide.cli.preparing import check_can_draw, default_device, load_model, rehearsed
 from lowtide.cli.quiet import hush_libraries, undisturbed
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     "methods",
     metavar="NAME",
     multiple=True,
-    help="One of `lowtide solvers`; may be given several times.  [default: all that apply]",
+    help="One of those in `lowtide solvers` that plan layers; may be given several times.  "
+    "[default: all that apply]",
 )
 @cutting_options
 @click.option("--measure", is_flag=True, help="Build the model, train a few steps under each plan, measure.")
@@ -53,18 +54,17 @@ def command(
 
     Exit code: 0 fine, 2 bad request.
     """
-    from lowtide.cli.progress import progress_bar
-
     hush_libraries()
+    from lowtide.cli.progress import progress_bar
+    from lowtide.comparing import check_methods, compare
+
     check_can_draw(plot)
-    check_methods(methods)
+    check_methods(methods)  # before any work
     with undisturbed():
         where = device or default_device()
         setup = load_model(model, sizes, where if measure else "meta")
         rehearsal = rehearsed(setup, optimizer=optimizer, device=where, profile=profile)
         with progress_bar("comparing") as progress:
-            from lowtide.comparing import compare
-
             comparison = compare(
                 rehearsal,
                 methods=methods or None,

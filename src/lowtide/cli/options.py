@@ -14,6 +14,7 @@ from lowtide.units import parse_budget, parse_bytes
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.training, which would import torch
 GRANULARITIES = ("fine", "layer", "block")  # those of lowtide.cutting, which would import numpy
+LOWEST = "min"  # that of lowtide.solvers.graphs, which would import numpy
 _SIZES = {
     "vocab": "Words in the vocabulary.",
     "heads": "Attention heads.",
@@ -80,9 +81,12 @@ def cutting_options(function: Any) -> Any:
     return function
 
 
-def budget_option(text: str) -> Callable[[Any], Any]:
-    """A budget for a plan: a size, or a part of the plain peak."""
-    return click.option("--budget", metavar="SIZE|PART", callback=budget, help=text)
+def budget_option(text: str, lowest: bool = False) -> Callable[[Any], Any]:
+    """A budget for a plan: a size, or a part of the plain peak; also "min", if `lowest` can be asked for."""
+    metavar = f"SIZE|PART|{LOWEST}" if lowest else "SIZE|PART"
+    return click.option(
+        "--budget", metavar=metavar, callback=budget_or_lowest if lowest else budget, help=text
+    )
 
 
 def plot_option(text: str) -> Callable[[Any], Any]:
@@ -120,6 +124,11 @@ def budget(ctx: click.Context, param: click.Parameter, text: str | None) -> str 
     except BadRequest as error:
         raise click.BadParameter(str(error), ctx, param) from None
     return text
+
+
+def budget_or_lowest(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    """The same, or the word for the lowest peak that there is."""
+    return text if text == LOWEST else budget(ctx, param, text)
 
 
 def output_file(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | None], Path | None]:

@@ -2,13 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowtide.errors import BadRequest
+
 if TYPE_CHECKING:
     from lowtide.planning import Rehearsal
+    from lowtide.solution import GraphSolution, Solution
     from lowtide.zoo.setup import Setup
+
+_FRONTIERS = "auto"  # what plans a frontier unless told otherwise
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The step of training that is meant."""
+
+    model: str
+    sizes: Mapping[str, int | None]
+    optimizer: str | None
+    device: str | None
+    profile: bool
+
+    def load(self) -> Setup:
+        """Its model, which takes no memory, and its batch."""
+        return load_model(self.model, self.sizes)
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How to cut a model into a chain of layers."""
+
+    granularity: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a plan is told, and which files are written."""
+
+    plot: Path | None
+    output: Path | None
+    as_json: bool
+
+    @property
+    def kind(self) -> str:
+        """The kind of picture."""
+        return "" if self.plot is None else self.plot.suffix.lower().removeprefix(".")
+
+    def write(self, solution: Solution | GraphSolution | None, picture: bytes | None) -> None:
+        """Write what was asked for, once all of it exists."""
+        from lowtide.files import save_solution
+        from lowtide.report.plot import write_picture
+
+        if self.output is not None and solution is not None:
+            save_solution(solution, self.output)
+        if self.plot is not None and picture is not None:
+            write_picture(picture, self.plot)
 
 
 def check_can_draw(plot: Path | None) -> None:
@@ -19,22 +72,22 @@ def check_can_draw(plot: Path | None) -> None:
         require_matplotlib()
 
 
-def check_methods(names: Iterable[str]) -> None:
-    """Raise UnknownMethod for a name that no method has."""
-    from lowtide.errors import UnknownMethod
-    from lowtide.solvers import methods
+def chosen_method(name: str | None, budget: str | None, frontier: bool) -> str:
+    """The method asked for, or the one that plans where none is. Raises UnknownMethod, BadRequest."""
+    from lowtide.solvers import default_method, schedulers
 
-    for name in names:
-        if name not in methods():
-            raise UnknownMethod(name, methods())
+    if frontier and name is not None and not plans_ops(name):
+        raise BadRequest(
+            f"{name} plans layers, and a frontier is planned op by op. These do: {', '.join(schedulers())}."
+        )
+    return name or (_FRONTIERS if frontier else default_method(budget))
 
 
-def chosen_method(name: str | None, budget: str | None) -> str:
-    """The method asked for, or the one that plans where none is. Raises UnknownMethod."""
-    from lowtide.solvers import default_method
+def plans_ops(method: str) -> bool:
+    """Whether the method of that name plans op by op. Raises UnknownMethod."""
+    from lowtide.solvers import is_scheduler
 
-    check_methods([name] if name else [])
-    return name or default_method(budget)
+    return is_scheduler(method)
 
 
 def default_device() -> str:

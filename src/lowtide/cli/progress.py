@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 _PATIENCE_SECONDS = 1.0  # what is over sooner needs no bar
 
@@ -48,3 +55,33 @@ def waiting(what: str) -> Iterator[None]:
         return
     with console.status(what):
         yield
+
+
+class Stages:
+    """What is being done, in one line, and a bar once it is known how much of it there is."""
+
+    def __init__(self, bar: Progress | None) -> None:
+        self._bar = bar
+        self._task = None if bar is None else bar.add_task("", total=None)
+
+    def begin(self, what: str) -> None:
+        """Say what is being done from now on."""
+        if self._bar is not None and self._task is not None:
+            self._bar.reset(self._task, description=what, total=None)
+
+    def update(self, done: int, of: int) -> None:
+        """Say how much of it is done."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, total=of)
+
+
+@contextmanager
+def stages() -> Iterator[Stages]:
+    """Yield what to tell of the stages of long work; on a terminal they are shown."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield Stages(None)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield Stages(bar)

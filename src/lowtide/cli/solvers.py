@@ -12,15 +12,16 @@ from lowtide.cli.options import json_option
 @click.command("solvers")
 @json_option
 def command(as_json: bool) -> None:
-    """List the methods that choose what to recompute.
+    """List the methods that choose what to recompute, op by op or layer by layer.
 
-    For each: what it minimises, how its time grows with the number n of layers, whether it takes a
+    For each: what it minimises, how its time grows with the number n of layers or ops, whether it takes a
     budget, when it proves that its plan is the best, and where it is from.
     """
     from lowtide.report.methods import method_to_json, print_methods
-    from lowtide.solvers import methods
+    from lowtide.solvers import methods, schedulers
 
     if as_json:
-        click.echo(json.dumps([method_to_json(method) for method in methods().values()], indent=2))
+        known = [*methods().values(), *schedulers().values()]
+        click.echo(json.dumps([method_to_json(method) for method in known], indent=2))
     else:
-        print_methods(methods())
+        print_methods({"layer by layer": methods(), "op by op": schedulers()})

@@ -1,0 +1,101 @@
+"""A model planned layer by layer, and the answer to that."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowtide.cli.preparing import Asked, Cutting, Wanted, rehearsed
+from lowtide.cli.quiet import undisturbed
+
+if TYPE_CHECKING:
+    from lowtide.planning import Rehearsal
+    from lowtide.solution import Solution
+    from lowtide.zoo.setup import Setup
+
+
+def answer_layers(
+    asked: Asked, method: str, budget: str | None, accumulate: int, cutting: Cutting, wanted: Wanted
+) -> None:
+    """Plan which layers to recompute, try that out, and tell."""
+    from lowtide.planning import refuse_op_level_requests
+
+    refuse_op_level_requests(budget, accumulate)
+    with undisturbed():
+        setup = asked.load()
+        rehearsal = rehearsed(setup, optimizer=asked.optimizer, device=asked.device, profile=asked.profile)
+        chain = rehearsal.chain(cutting.granularity, cutting.modules or None)
+        solution = rehearsal.solve(chain, method, budget)
+        picture = None if wanted.plot is None else _picture(rehearsal, solution, setup, wanted.kind)
+    wanted.write(solution, picture)
+    _answer(rehearsal, solution, setup, wanted.as_json)
+
+
+def _picture(rehearsal: Rehearsal, solution: Solution, setup: Setup, kind: str) -> bytes:
+    from lowtide.report.plot import draw_plan
+
+    return draw_plan(
+        rehearsal.plain.timeline,
+        rehearsal.under(solution).timeline,
+        kind,
+        title=_title(rehearsal, setup),
+        method=solution.method,
+        budget_bytes=solution.budget_bytes,
+    )
+
+
+def _title(rehearsal: Rehearsal, setup: Setup) -> str:
+    from lowtide.report.terminal import asked
+
+    return asked(setup.name, setup.sizes, rehearsal.optimizer, rehearsal.plain.graph.device)
+
+
+def _answer(rehearsal: Rehearsal, solution: Solution, setup: Setup, as_json: bool) -> None:
+    from lowtide.report.planned import print_plan, what_is_unknown
+
+    graph = rehearsal.plain.graph
+    unknown = what_is_unknown(solution.chain.timed, graph.profiled_on)
+    notes = [*unknown, *graph.notes, *setup.notes]
+    if as_json:
+        click.echo(json.dumps({**_document(rehearsal, solution, setup), "notes": notes}, indent=2))
+    else:
+        print_plan(_title(rehearsal, setup), solution, notes)
+
+
+def _document(rehearsal: Rehearsal, solution: Solution, setup: Setup) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from lowtide.report.planned import proof
+    from lowtide.report.stretches import stretches
+
+    tried = solution.confirmation
+    assert tried is not None, "a rehearsal confirms what it solves"
+    timed = solution.chain.timed
+    return {
+        "model": setup.name,
+        "batch": setup.sizes.get("batch"),
+        "sizes": dict(setup.sizes),
+        "device": rehearsal.plain.graph.device,
+        "optimizer": rehearsal.optimizer,
+        "method": solution.method,
+        "layers": len(solution.chain),
+        "plan": str(solution.plan),
+        "checkpoints": list(solution.checkpoints),
+        "plain_peak_bytes": tried.plain_peak_bytes,
+        "predicted_peak_bytes": tried.peak_bytes,
+        "chain_peak_bytes": solution.peak_bytes,
+        "saved_bytes": tried.plain_peak_bytes - tried.peak_bytes,
+        "budget_bytes": solution.budget_bytes,
+        "lower_bound_bytes": solution.lower_bound_bytes,
+        "objective_bytes": solution.objective_bytes,
+        "extra_seconds": tried.extra_seconds if timed else None,
+        "plain_seconds": tried.plain_seconds if timed else None,
+        "extra_seconds_ratio": tried.extra_seconds / tried.plain_seconds if timed else None,
+        "recomputed_ops": tried.recomputed_ops,
+        "status": solution.status.value,
+        "proof": proof(solution),
+        "planning_seconds": solution.planning_seconds,
+        "stretches": [asdict(stretch) for stretch in stretches(solution.chain, solution.plan)],
+    }

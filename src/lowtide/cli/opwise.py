@@ -1,0 +1,195 @@
+"""A model planned op by op, within one budget or within many, and the answer to that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowtide.cli.preparing import Asked, Cutting, Wanted, default_device
+from lowtide.cli.quiet import undisturbed
+
+if TYPE_CHECKING:
+    from lowtide.budgeting import StepBudget
+    from lowtide.cli.progress import Stages
+    from lowtide.solution import GraphSolution
+    from lowtide.zoo.setup import Setup
+
+
+def answer_ops(
+    asked: Asked, method: str, budget: str | None, accumulate: int, cutting: Cutting, wanted: Wanted
+) -> None:
+    """Plan which ops to recompute within a budget, and tell."""
+    from lowtide.cli.progress import stages
+    from lowtide.planning import refuse_cutting
+    from lowtide.report.scheduled import print_schedule
+
+    refuse_cutting(cutting.granularity, cutting.modules or None)
+    with undisturbed(), stages() as stage:
+        setup = asked.load()
+        step = _captured(asked, setup, accumulate, stage)
+        stage.begin("planning op by op")
+        solution = step.solve(method, budget)
+        picture = None if wanted.plot is None else _picture(step, solution, setup, wanted.kind)
+    wanted.write(solution, picture)
+    notes = _notes(step, setup)
+    if wanted.as_json:
+        _print_json({**_about(step, setup), **_plan_to_json(solution)}, notes)
+    else:
+        print_schedule(_title(step, setup), solution, notes=notes)
+
+
+def answer_frontier(
+    asked: Asked, method: str, accumulate: int, cutting: Cutting, points: int, wanted: Wanted
+) -> None:
+    """Plan within many budgets, from the plain step to the lowest peak, and tell."""
+    from lowtide.cli.progress import stages
+    from lowtide.planning import refuse_cutting
+    from lowtide.report.frontier import frontier_picture, print_frontier
+    from lowtide.solvers.frontier import frontier
+
+    refuse_cutting(cutting.granularity, cutting.modules or None)
+    with undisturbed(), stages() as stage:
+        setup = asked.load()
+        step = _captured(asked, setup, accumulate, stage)
+        stage.begin(f"planning op by op within {points} budgets")
+        found = frontier(step.graph, points, method)
+        title = _title(step, setup)
+        # Tables and pictures have keep-all by themselves.
+        planned = [solution for solution in found if solution.recomputed] or found
+        picture = None if wanted.plot is None else frontier_picture(title, planned, wanted.kind)
+    wanted.write(None, picture)
+    notes = [*_captured_otherwise(step, found), *_notes(step, setup)]
+    if wanted.as_json:
+        _print_json({**_about(step, setup), **_frontier_to_json(found)}, notes)
+    else:
+        print_frontier(title, planned, notes)
+
+
+def _captured(asked: Asked, setup: Setup, accumulate: int, stage: Stages) -> StepBudget:
+    """The step, traced, captured and profiled."""
+    from lowtide.budgeting import StepBudget
+
+    step = StepBudget(
+        setup.model,
+        setup.example,
+        setup.loss,
+        optimizer=asked.optimizer,
+        accumulate=accumulate,
+        device=asked.device or default_device(),
+        profile=asked.profile,
+        name=setup.name,
+        progress=stage.update,
+    )
+    stage.begin("running the step on fake tensors")
+    _ = step.plain
+    stage.begin("capturing its ops")
+    _ = step.graph
+    return step
+
+
+# Answers ----------------------------------------------------------------------------------------------
+
+
+def _picture(step: StepBudget, solution: GraphSolution, setup: Setup, kind: str) -> bytes:
+    from lowtide.report.plot import draw_plan
+
+    return draw_plan(
+        step.plain.timeline,
+        solution.timeline,
+        kind,
+        title=_title(step, setup),
+        method=solution.method,
+        budget_bytes=solution.budget_bytes,
+    )
+
+
+def _title(step: StepBudget, setup: Setup) -> str:
+    from lowtide.report.terminal import asked
+
+    return asked(setup.name, setup.sizes, step.optimizer, step.graph.device)
+
+
+def _notes(step: StepBudget, setup: Setup) -> list[str]:
+    from lowtide.report.planned import what_is_unknown
+
+    timed = any(op.seconds for op in step.graph.ops)
+    seen = dict.fromkeys([*step.plain.graph.notes, *step.graph.notes])
+    earlier = (
+        [f"gradients are there when a forward begins: {step.accumulate} backward calls make one update"]
+        if step.accumulate > 1
+        else []
+    )
+    return [*what_is_unknown(timed, step.graph.profiled_on), *earlier, *seen, *setup.notes]
+
+
+def _captured_otherwise(step: StepBudget, found: Sequence[GraphSolution]) -> list[str]:
+    """What to know where the captured step, with everything kept, peaks elsewhere than the written one."""
+    from lowtide.units import format_bytes
+
+    kept_bytes, written_bytes = found[0].peak_bytes, step.plain_peak_bytes
+    if kept_bytes == written_bytes or step.accumulate > 1:  # which the written one knows nothing of
+        return []
+    return [f"as it is written the step peaks at {format_bytes(written_bytes)}; keep-all is the captured one"]
+
+
+# JSON -------------------------------------------------------------------------------------------------
+
+
+def _print_json(document: dict[str, Any], notes: list[str]) -> None:
+    click.echo(json.dumps({**document, "notes": notes}, indent=2))
+
+
+def _about(step: StepBudget, setup: Setup) -> dict[str, Any]:
+    return {
+        "model": setup.name,
+        "batch": setup.sizes.get("batch"),
+        "sizes": dict(setup.sizes),
+        "device": step.graph.device,
+        "optimizer": step.optimizer,
+        "accumulate": step.accumulate,
+        "ops": len(step.graph.ops),
+        "plain_peak_bytes": step.plain_peak_bytes,
+    }
+
+
+def _plan_to_json(solution: GraphSolution) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from lowtide.explaining import shares
+
+    plain_bytes = solution.plain_peak_bytes
+    assert plain_bytes is not None, "a step's budget tells what it holds without a plan"
+    return {
+        "method": solution.method,
+        **_point_to_json(solution),
+        "saved_bytes": plain_bytes - solution.peak_bytes,
+        "lower_bound_bytes": solution.lower_bound_bytes,
+        "least_extra_seconds": solution.least_extra_seconds if solution.seconds else None,
+        "plain_seconds": solution.seconds or None,
+        "modules": [asdict(share) for share in shares(solution)],
+    }
+
+
+def _frontier_to_json(found: Sequence[GraphSolution]) -> dict[str, Any]:
+    return {
+        "method": found[0].method,
+        "lower_bound_bytes": found[0].lower_bound_bytes,
+        "plain_seconds": found[0].seconds or None,
+        "points": [_point_to_json(solution) for solution in found],
+    }
+
+
+def _point_to_json(solution: GraphSolution) -> dict[str, Any]:
+    timed = bool(solution.seconds)
+    return {
+        "budget_bytes": solution.budget_bytes,
+        "predicted_peak_bytes": solution.peak_bytes,
+        "extra_seconds": solution.extra_seconds if timed else None,
+        "extra_seconds_ratio": solution.extra_seconds_ratio if timed else None,
+        "recomputed_ops": sum(solution.recomputed.values()),
+        "status": solution.status.value,
+        "planning_seconds": solution.planning_seconds,
+    }

@@ -1,0 +1,102 @@
+"""auto, and the frontier that it draws."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from handmade import graphs
+from lowtide.errors import BadRequest
+from lowtide.graph import Graph
+from lowtide.schedule import straight
+from lowtide.simulation import simulate
+from lowtide.solution import Status
+from lowtide.solvers import auto
+from lowtide.solvers.auto import Auto
+from lowtide.solvers.frontier import frontier
+from lowtide.solvers.graphs import extra_seconds
+from lowtide.solvers.registry import schedulers, solve
+from test_evict import SECONDS, ladder, peak
+
+# The referee ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(graph=graphs(max_ops=10, seconds=SECONDS), part=st.floats(0.0, 1.0))
+def test_a_schedule_passes_the_referee_and_holds_its_budget(graph: Graph, part: float) -> None:
+    plain = simulate(graph, straight(graph))
+    budget = plain.resident_bytes + int(part * plain.growth_bytes)
+    answer = Auto().within(graph, budget)
+    if answer is not None:
+        assert peak(graph, answer.schedule) <= budget
+
+
+# By hand --------------------------------------------------------------------------------------------
+
+
+def test_it_is_the_method_unless_told_otherwise() -> None:
+    assert solve(ladder(), budget=320).method == "auto"
+    assert [name for name in schedulers() if name in ("evict", "auto")] == ["evict", "auto"]
+
+
+def test_no_search_is_made_where_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "explore", lambda *_: pytest.fail("searched"))
+    answer = Auto().within(ladder(), 380)
+    assert answer is not None
+    assert (answer.schedule, answer.status) == (straight(ladder()), Status.OPTIMAL)
+
+
+@pytest.mark.parametrize(
+    ("budget", "seconds"), [(380, 0.0), (379, 11.0), (320, 11.0), (319, 33.0), (270, 33.0)]
+)
+def test_it_is_as_good_as_evict_on_the_ladder(budget: int, seconds: float) -> None:
+    assert solve(ladder(), "auto", budget).extra_seconds == seconds
+
+
+# Properties -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(graph=graphs(max_ops=12, seconds=SECONDS))
+def test_more_budget_never_costs_more_time_and_never_fits_less(graph: Graph) -> None:
+    plain = simulate(graph, straight(graph))
+    before: float | None = None
+    for step in range(11):
+        answer = Auto().within(graph, plain.resident_bytes + plain.growth_bytes * step // 10)
+        assert answer is not None or before is None
+        if answer is not None:
+            seconds = extra_seconds(graph, answer.schedule)
+            assert before is None or seconds <= before
+            before = seconds
+    assert before == 0.0
+
+
+# The frontier ---------------------------------------------------------------------------------------
+
+
+def test_the_frontier_of_the_ladder_has_a_point_for_each_schedule_worth_having() -> None:
+    found = frontier(ladder(), points=12)
+    assert [(point.peak_bytes, point.extra_seconds) for point in found] == [
+        (380, 0.0),
+        (320, 11.0),
+        (270, 33.0),
+    ]
+
+
+@settings(max_examples=20)
+@given(graph=graphs(max_ops=10, seconds=SECONDS))
+def test_along_a_frontier_peaks_fall_and_time_rises(graph: Graph) -> None:
+    found = frontier(graph, points=5, method="evict")
+    assert found[0].peak_bytes <= peak(graph, straight(graph))
+    assert found[-1].peak_bytes == solve(graph, "evict", "min").peak_bytes
+    for higher, lower in pairwise(found):
+        assert higher.peak_bytes > lower.peak_bytes
+        assert higher.extra_seconds <= lower.extra_seconds
+
+
+def test_a_frontier_of_one_point_is_refused() -> None:
+    with pytest.raises(BadRequest, match="at least 2 points"):
+        frontier(ladder(), points=1)

@@ -273,16 +273,17 @@ def draw(subject: Subject, path: Path) -> None:
     }
     points["compiled"] = subject.compiled
     figure, axes = pyplot.subplots(figsize=(7.2, 4.4), layout="constrained")
-    for kind, found in points.items():
-        found = sorted(found, key=lambda point: point[1])
+    for kind in (kind for kind in KINDS if points[kind]):
+        found = sorted(points[kind], key=lambda point: point[1])
         line = "o-" if kind == "planned" else MARKS[kind]
         sizes, times = [point[1] / 2**20 for point in found], [point[2] for point in found]
         axes.plot(sizes, times, line, color=COLOURS[kind], label=NAMES[kind], markersize=6, linewidth=1.4)
         for label, size, ms in found:
-            short = label.removeprefix("planned, ").removeprefix("planned ").removeprefix("torch.compile ")
-            axes.annotate(
-                short, (size / 2**20, ms), (4, 4), textcoords="offset points", fontsize=7, color=COLOURS[kind]
-            )
+            if label.startswith("planned at") or label == "eager again":
+                continue  # beside the peer, and beside eager
+            short = label.removeprefix("planned, ").removeprefix("torch.compile ")
+            place: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "color": COLOURS[kind]}
+            axes.annotate(short, (size / 2**20, ms), (5, -10 if kind == "planned" else 5), **place)
     axes.set_xlim(0)
     axes.set_ylim(0)
     axes.set_xlabel("peak of a training step, MiB")

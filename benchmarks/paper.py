@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from lowtide.solution import Solution, Status
 from lowtide.solvers import solve
 from lowtide.training import training_step
 from lowtide.unrolling import replay
+from machines import device, machine
 from paper_report import render
 from subjects import LARGE, SMALL, Made, Subject
 
@@ -73,7 +73,8 @@ def main() -> None:
         render([json.loads(path.read_text()) for path in chosen.files], chosen.output)
     elif chosen.command == "runs":
         write_text(
-            chosen.output, json.dumps({"machine": machine(chosen), "runs": runs(chosen.small)}, indent=1)
+            chosen.output,
+            json.dumps({"machine": machine(chosen.commit), "runs": runs(chosen.small)}, indent=1),
         )
     elif chosen.alone is not None:
         print(json.dumps(row(subjects(chosen)[chosen.alone])))
@@ -99,23 +100,7 @@ def measure_all(chosen: argparse.Namespace) -> None:
             raise SystemExit(f"row {index} ({subjects(chosen)[index].name}) failed")
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(f"{rows[-1]['name']:32s} {time.perf_counter() - started:6.1f} s", file=sys.stderr, flush=True)
-        write_text(chosen.output, json.dumps({"machine": machine(chosen), "rows": rows}, indent=1))
-
-
-def machine(chosen: argparse.Namespace) -> dict[str, str]:
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": chosen.commit,
-        "seed": "0",
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "benchmarks/paper.py", *sys.argv[1:]]),
-    }
-
-
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+        write_text(chosen.output, json.dumps({"machine": machine(chosen.commit), "rows": rows}, indent=1))
 
 
 # One network ----------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from lowtide.documents import write_text
 from lowtide.measurement import measure
 from lowtide.profiling import profile
 from lowtide.tracing import Trace, dry_run
+from machines import machine
 from rows import ROWS, Made, Row
 
 
@@ -145,17 +145,6 @@ def described(row: Row, trace: Trace) -> dict[str, Any]:
         "peak_workspace_bytes": timeline.peak_op.workspace_bytes,
         "categories": {str(category): size for category, size in timeline.categories.items()},
         "notes": list(trace.graph.notes),
-    }
-
-
-def machine(commit: str) -> dict[str, str]:
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit,
-        "seed": "0",
-        "date": time.strftime("%Y-%m-%d"),
     }
 
 

@@ -4,8 +4,9 @@
 
 Nothing is downloaded. The first part allocates nothing, however large the models are; the second trains
 a small VGG on the CPU, measures a step from the allocator's own events, and fails if the prediction is
-off by more than 1 % of what the step itself needs. The third trains a small ResNet within a budget and
-fails if the peak is above it or the losses are not those of plain training.
+off by more than 1 % of what the step itself needs. The third trains a small ResNet within a budget, layer
+by layer, and fails if the peak is above it or the losses are not those of plain training. The fourth holds a
+small GPT to half of its peak, op by op, and fails if it is exceeded or a gradient is not the plain one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from lowtide.zoo.specs import load  # noqa: E402
 CARD = "24GiB"
 QUESTIONS = (("vgg19", 64), ("resnet50", 192), ("resnet50", 320), ("hf:gpt2", 8), ("hf:gpt2", 16))
 SMALL = Sizes(batch=32, image=64, classes=10)
+TEXT = Sizes(batch=8, tokens=128, layers=4, width=256, heads=4, vocab=1000)
+HALF = "50%"
 STEPS = 5
 TOLERANCE = 0.01
 PICTURE = Path("demo-out") / "vgg11.png"
@@ -126,6 +129,41 @@ def plan_apply_and_train() -> bool:
     return peak <= budget and same
 
 
+def plan_op_by_op() -> bool:
+    """Hold a small GPT to half of its peak; whether the budget holds and gradients are the plain ones."""
+    torch.manual_seed(0)
+    work = workload("gpt", TEXT)
+    planned, plain = work.model, copy.deepcopy(work.model)
+    print(f"\n4. gpt of {TEXT.layers} layers on {TEXT.batch} texts: half of its peak, op by op.", flush=True)
+    with undisturbed():
+        solution = lowtide.plan(planned, work.args, loss=work.loss, budget=HALF, name="gpt")
+    assert isinstance(solution, lowtide.GraphSolution)
+    assert solution.budget_bytes is not None
+    lowtide.apply(planned, solution)
+    same = all(map(torch.equal, *(gradients(model, work.args, work.loss) for model in (plain, planned))))
+    planned.zero_grad(set_to_none=True)
+    reading = lowtide.measure(training_step(planned, work.args, work.loss), device="cpu")
+    peak = solution.timeline.resident_bytes + reading.growth_bytes
+    for label, count in (
+        ("plain", solution.plain_peak_bytes or 0),
+        ("budget", solution.budget_bytes),
+        ("planned", solution.peak_bytes),
+        ("measured", peak),
+    ):
+        print(f"   {label:9}{lowtide.format_bytes(count):>9}")
+    again = sum(solution.recomputed.values())
+    print(f"   {again} ops run again, which adds {solution.extra_seconds_ratio:.1%} to a step;")
+    print(f"   gradients: {'those' if same else 'not those'} of plain training, bit for bit")
+    return peak <= solution.budget_bytes and same
+
+
+def gradients(model: nn.Module, batch: Example, loss: Loss | None) -> list[torch.Tensor]:
+    """Those of one step."""
+    torch.manual_seed(1)
+    training_step(model, batch, loss)()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
 def trained(model: nn.Module, batch: Example, loss: Loss | None) -> list[float]:
     """The losses of a few steps."""
     torch.manual_seed(1)
@@ -151,7 +189,10 @@ def main() -> int:
     if not plan_apply_and_train():
         print("\nThe budget or the losses are not kept: a bug in lowtide.", file=sys.stderr)
         return 1
-    print("\nThe prediction and the budget hold.")
+    if not plan_op_by_op():
+        print("\nThe budget or the gradients are not kept: a bug in lowtide.", file=sys.stderr)
+        return 1
+    print("\nThe prediction and the budgets hold.")
     return 0
 
 

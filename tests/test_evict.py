@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lowtide
 from handmade import Drawing, graphs
 from lowtide.bounds import least_peak_bytes
 from lowtide.errors import BadRequest, InfeasibleBudget
@@ -18,11 +23,11 @@ from lowtide.repeating import repeatable
 from lowtide.schedule import Compute, Schedule, straight
 from lowtide.simulation import simulate
 from lowtide.solution import Status
+from lowtide.solvers.counting import highest
 from lowtide.solvers.evict import Evict
 from lowtide.solvers.graphs import extra_seconds
 from lowtide.solvers.laying import change_to, codes_in, pairs_of, schedule_of, slots_of, work_of
 from lowtide.solvers.registry import solve
-from lowtide.solvers.slots import highest
 
 SECONDS = st.sampled_from([0.0, 1.0, 2.0, 10.0])
 
@@ -38,7 +43,7 @@ def runs(schedule: Schedule) -> Counter[int]:
 def ladder(layers: int = 3) -> Graph:
     """`layers` products of 100 bytes that take 10 s, an activation of 60 bytes and 1 s after each, and back.
 
-    The backward of a product reads its input, that of an activation reads its result. Gradients take 10 bytes.
+    The backward of a product reads its input, that of an activation its result. Gradients take 10 bytes.
     """
     drawing = Drawing()
     x = drawing.value("x", 100, Role.BATCH)
@@ -108,7 +113,7 @@ def test_a_schedule_passes_the_referee_and_holds_its_budget(graph: Graph, part: 
         # the first activation is made again when its backward asks for it
         (379, [*range(10), 0, 1, 10, 11, 12], 320, 11.0),
         (320, [*range(10), 0, 1, 10, 11, 12], 320, 11.0),
-        # the second as well; the first, made again for it, has to go once more: 60 bytes until op 10 are too many
+        # the second as well; the first, made again for it, has to go once more before op 10 asks for it
         (319, [*range(8), 0, 1, 2, 3, 8, 9, 0, 1, 10, 11, 12], 270, 33.0),
         (270, [*range(8), 0, 1, 2, 3, 8, 9, 0, 1, 10, 11, 12], 270, 33.0),
     ],
@@ -134,7 +139,8 @@ def test_holding_everything_is_proved_and_anything_else_is_not() -> None:
     graph = ladder()
     plain = Evict().within(graph, 380)
     less = Evict().within(graph, 379)
-    assert plain is not None and less is not None
+    assert plain is not None
+    assert less is not None
     assert plain.schedule == straight(graph)
     assert (plain.status, less.status) == (Status.OPTIMAL, Status.FEASIBLE)
     assert 0.0 < less.least_extra_seconds <= 11.0
@@ -216,6 +222,33 @@ def test_a_second_search_finds_the_same() -> None:
     graph = ladder(5)
     other = replace(graph, name="the same under another name")
     assert Evict().lowest(graph).schedule == Evict().lowest(other).schedule
+
+
+WITHOUT_NUMBA = """
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "numba" else found(name, *rest)
+from lowtide.solvers.compiled import is_compiling
+from lowtide.solvers.evict import Evict
+from test_evict import ladder
+assert not is_compiling()
+print(Evict().lowest(ladder()).schedule)
+"""
+
+
+def test_loops_that_are_not_compiled_find_the_same() -> None:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(Path(lowtide.__file__).parents[1])])
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMBA],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, str(Evict().lowest(ladder()).schedule)), (
+        result.stderr
+    )
 
 
 # Refusals -------------------------------------------------------------------------------------------

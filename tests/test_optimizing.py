@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +19,7 @@ from torch import nn
 
 import lowtide
 from lowtide.budgeting import StepBudget
-from lowtide.errors import InfeasibleBudget
+from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.solution import GraphSolution
 from lowtide.training import Arguments
 from transformer_models import KINDS, small_transformer
@@ -49,10 +54,12 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         x = self.stem(x)
-        for position, block in enumerate(self.blocks):
+        for block in self.blocks[:2]:
             x = x + block(x)
-            if self.broken and position == 1:
-                torch._dynamo.graph_break()
+        if self.broken:
+            torch._dynamo.graph_break()
+        for block in self.blocks[2:]:
+            x = x + block(x)
         x = self.head(x.mean((2, 3)))
         return x if labels is None else F.cross_entropy(x, labels)
 
@@ -160,3 +167,397 @@ def test_every_budget_is_kept_and_gradients_are_equal(name: str) -> None:
         assert_same(model, plain)
         times.append(solution.extra_seconds)
     assert times == sorted(times)  # more budget never costs more time
+
+
+# The model stays what it was --------------------------------------------------------------------------
+
+
+def planned(model: nn.Module, budget: str = "60%", **options: Any) -> GraphSolution:
+    solution = lowtide.plan(model, (IMAGES, LABELS), budget=budget, **options)
+    assert isinstance(solution, GraphSolution)
+    return solution
+
+
+def test_class_parameters_and_keys_stay_and_the_plan_comes_off() -> None:
+    model = small()
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    solution = planned(model)
+    assert "forward" not in vars(model)
+    assert lowtide.apply(model, solution) is model
+    assert type(model) is Net
+    assert list(model.state_dict()) == keys
+    assert all(mine is other for mine, other in zip(model.parameters(), parameters, strict=True))
+    lowtide.remove(model)
+    assert "forward" not in vars(model)
+
+
+def test_twenty_steps_of_training_are_the_same() -> None:
+    model = small()
+    plain = copy.deepcopy(model)
+    lowtide.optimize(model, (IMAGES, LABELS), budget="60%", optimizer="adamw")
+    losses: list[list[torch.Tensor]] = []
+    for each in (model, plain):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        torch.manual_seed(3)
+        losses.append([])
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = each(IMAGES, LABELS)
+            loss.backward()
+            nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+            optimizer.step()
+            losses[-1].append(loss.detach())
+    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+    assert losses[0][-1] < losses[0][0]
+    assert_same(model, plain)
+
+
+def test_without_gradients_and_in_evaluation_there_is_no_plan() -> None:
+    model = lowtide.optimize(small(), (IMAGES, LABELS), budget="60%")
+    plain = small()
+    with torch.no_grad():
+        assert torch.equal(model.eval()(IMAGES), plain.eval()(IMAGES))
+    assert torch.equal(model(IMAGES), plain(IMAGES))  # another number of arguments, and nothing is planned
+    assert not model.forward._courses  # type: ignore[union-attr]
+
+
+def test_a_copy_is_planned_too_and_stands_alone() -> None:
+    model = lowtide.optimize(small(), (IMAGES, LABELS), budget="60%")
+    copied, plain = copy.deepcopy(model), small()
+    trained(copied, IMAGES, LABELS)()
+    copied.load_state_dict(plain.state_dict())
+    solution = next(iter(copied.forward._solutions.values()))  # type: ignore[union-attr]
+    assert_kept(solution, growth(trained(copied, IMAGES, LABELS)))
+    trained(plain, IMAGES, LABELS)()
+    assert_same(copied, plain)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_planned_model_is_not_pickled_whole() -> None:
+    model = lowtide.optimize(small(), (IMAGES, LABELS), budget="60%")
+    with pytest.raises(pickle.PicklingError, match=r"Save its state_dict, or take the plan off first"):
+        pickle.dumps(model)
+
+
+def test_a_planned_model_dies_when_it_is_given_up() -> None:
+    model = lowtide.optimize(small(), (IMAGES, LABELS), budget="60%")
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_plan_is_replaced_without_compiling_again() -> None:
+    model, plain = small(), small()
+    step = StepBudget(model, (IMAGES, LABELS))
+    lowtide.apply(model, step.solve("auto", "90%"))
+    run = trained(model, IMAGES, LABELS)
+    run()
+    (course,) = model.forward._courses.values()  # type: ignore[union-attr]
+    lower = step.solve("auto", "min")
+    lowtide.apply(model, lower)
+    assert list(model.forward._courses.values()) == [course]  # type: ignore[union-attr]
+    model.load_state_dict(plain.state_dict())
+    assert_kept(lower, growth(run))
+    trained(plain, IMAGES, LABELS)()
+    assert_same(model, plain)
+
+
+# Kinds of models and steps ----------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer as well; several inputs, keywords and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.output = nn.Linear(32, 50, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(
+        self, tokens: torch.Tensor, weights: torch.Tensor, *, shift: float = 0.0
+    ) -> dict[str, torch.Tensor]:
+        hidden = self.body(self.embedding(tokens)) * weights + shift
+        scores = self.output(self.frozen(hidden) * self.scale)
+        return {"loss": F.cross_entropy(scores.flatten(0, 1), tokens.flatten()), "hidden": hidden}
+
+
+def test_tied_frozen_buffers_keywords_and_several_outputs() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    plain = copy.deepcopy(model)
+    tokens, weights = torch.randint(0, 50, (4, 64)), torch.rand(4, 64, 1)
+    example = Arguments((tokens, weights), {"shift": 0.25})
+    solution = lowtide.plan(model, example, budget="70%")
+    assert isinstance(solution, GraphSolution)
+    lowtide.apply(model, solution)
+    run = trained(model, tokens, weights, shift=0.25, loss=lambda out: out["loss"])
+    output = run()
+    assert_kept(solution, growth(run))
+    expected = trained(plain, tokens, weights, shift=0.25, loss=lambda out: out["loss"])()
+    assert torch.equal(output["hidden"], expected["hidden"])
+    assert_same(model, plain)
+    assert model.frozen.weight.grad is None
+
+
+def test_a_loss_outside_of_the_model_is_counted() -> None:
+    model, plain = small(), small()
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, LABELS)
+
+    solution = lowtide.plan(model, (IMAGES,), budget="60%", loss=loss)
+    assert isinstance(solution, GraphSolution)
+    assert any(op.section == -1 for op in solution.graph.ops)
+    lowtide.apply(model, solution)
+    run = trained(model, IMAGES, loss=loss)
+    run()
+    model.load_state_dict(plain.state_dict())
+    assert_kept(solution, growth(run))
+    trained(plain, IMAGES, loss=loss)()
+    assert_same(model, plain)
+
+
+def test_graphs_between_breaks_share_one_budget() -> None:
+    model, plain = small(broken=True, depth=5), small(broken=True, depth=5)
+    step = StepBudget(model, (IMAGES, LABELS))
+    assert {op.section for op in step.graph.ops} >= {0, 1}
+    trained(plain, IMAGES, LABELS)()
+    for budget in ("70%", "min"):
+        solution = step.solve("auto", budget)
+        assert {solution.graph.ops[op].section for op in solution.recomputed} == {0, 1}
+        lowtide.apply(model, solution)
+        run = trained(model, IMAGES, LABELS)
+        run()
+        model.load_state_dict(small(broken=True, depth=5).state_dict())
+        assert_kept(solution, growth(run))
+        assert_same(model, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_as_without_recomputation(dtype: torch.dtype) -> None:
+    """Captured, autocast casts a weight where it is used; the bits are those of the graph that keeps all."""
+    model = small()
+    state = copy.deepcopy(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+
+    def run() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype):
+            loss = model(IMAGES, LABELS)
+        scaler.scale(loss).backward()
+
+    with torch.autocast("cpu", dtype):
+        step = StepBudget(model, (IMAGES, LABELS))
+        solutions = [step.solve("auto", budget) for budget in (1 << 40, "75%")]
+    assert solutions[1].recomputed
+    gradients: list[list[torch.Tensor | None]] = []
+    for solution in solutions:
+        lowtide.apply(model, solution)
+        model.load_state_dict(state)
+        run()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.load_state_dict(state)
+        assert_kept(solution, growth(run))
+    for kept_all, recomputed in zip(*gradients, strict=True):
+        assert kept_all is not None
+        assert recomputed is not None
+        assert torch.equal(kept_all, recomputed)
+
+
+def test_declared_accumulation_is_inside_the_budget() -> None:
+    model, plain = small(), small()
+    solution = planned(model, budget="80%", accumulate=2)
+    lowtide.apply(model, solution, accumulate=2)
+
+    def twice(each: nn.Module) -> None:
+        for parameter in each.parameters():
+            parameter.grad = None
+        torch.manual_seed(1)
+        each(IMAGES, LABELS).backward()
+        each(IMAGES, LABELS).backward()
+
+    twice(model)
+    model.load_state_dict(plain.state_dict())
+    earlier = sum(parameter.nbytes for parameter in model.parameters())
+    measured = lowtide.measure(lambda: twice(model), device="cpu").growth_bytes - earlier
+    assert solution.budget_bytes is not None
+    assert measured <= solution.budget_bytes - solution.timeline.resident_bytes
+    twice(plain)
+    assert_same(model, plain)
+
+
+def test_undeclared_accumulation_is_warned_of_once() -> None:
+    model = lowtide.optimize(small(), (IMAGES, LABELS), budget="80%")
+    model(IMAGES, LABELS).backward()
+    with pytest.warns(UserWarning, match=r"gradients of an earlier backward .* accumulate=2"):
+        model(IMAGES, LABELS).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(IMAGES, LABELS).backward()
+
+
+def test_the_optimizers_states_are_part_of_the_peak() -> None:
+    model = small()
+    without, with_states = planned(model, budget="min"), planned(model, budget="min", optimizer="adamw")
+    states = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    assert with_states.timeline.resident_bytes - without.timeline.resident_bytes >= states
+
+
+def test_a_backward_can_be_run_twice_if_it_is_retained() -> None:
+    model, plain = small(), small()
+    lowtide.apply(model, planned(model))
+    for each in (model, plain):
+        torch.manual_seed(1)
+        loss = each(IMAGES, LABELS)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same(model, plain)
+
+
+def test_a_backward_of_the_backward_is_refused_with_advice() -> None:
+    model = small()
+    lowtide.apply(model, planned(model))
+    loss = model(IMAGES, LABELS)
+    (gradient,) = torch.autograd.grad(loss, [model.stem.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"double backward"):
+        gradient.square().sum().backward()
+
+
+def test_a_backward_from_another_output_than_the_loss_is_refused() -> None:
+    model, batch = small_transformer("gpt2")
+    solution = lowtide.plan(model, batch, budget="90%")
+    assert isinstance(solution, GraphSolution)
+    assert any("no gradient enters output" in text for text in solution.graph.assumptions)
+    lowtide.apply(model, solution)
+    output = model(**batch)
+    assert output.logits.requires_grad
+    with pytest.raises(CannotApply, match=r"a backward reaches an output .* Plan with a `loss` that uses"):
+        (output.loss + output.logits.mean()).backward()
+
+
+# Other inputs -----------------------------------------------------------------------------------------
+
+
+def test_another_batch_is_planned_for_under_the_same_budget_and_said_once() -> None:
+    model, plain = small(), small()
+    lowtide.optimize(model, (IMAGES, LABELS), budget="80%")
+    trained(model, IMAGES, LABELS)()
+    first = next(iter(model.forward._solutions.values()))  # type: ignore[union-attr]
+    with pytest.warns(UserWarning, match=r"float32\[6, 3, 24, 24\].* planned for now, under the same budget"):
+        trained(model, IMAGES[:6], LABELS[:6])()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, IMAGES[:5], LABELS[:5])()
+    model.load_state_dict(plain.state_dict())
+    for solution in model.forward._solutions.values():  # type: ignore[union-attr]
+        assert solution.peak_bytes <= first.budget_bytes
+    trained(model, IMAGES[:6], LABELS[:6])()
+    trained(plain, IMAGES[:6], LABELS[:6])()
+    assert_same(model, plain)
+
+
+def test_another_batch_is_refused_if_asked() -> None:
+    model = lowtide.optimize(small(), (IMAGES, LABELS), budget="80%", on_new_shape="error")
+    with pytest.raises(
+        CannotApply, match=r"not for these inputs: float32\[6, 3, 24, 24\], int64\[6\] instead"
+    ):
+        model(IMAGES[:6], LABELS[:6])
+
+
+def test_an_applied_plan_warns_of_another_batch_and_runs_without() -> None:
+    model, plain = small(), small()
+    lowtide.apply(model, planned(model))
+    with pytest.warns(UserWarning, match=r"runs without a plan, and may exceed the budget"):
+        trained(model, IMAGES[:6], LABELS[:6])()
+    trained(plain, IMAGES[:6], LABELS[:6])()
+    assert_same(model, plain)
+
+
+# Files ------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_saved_loaded_and_applied(tmp_path: Path) -> None:
+    model, plain = small(), small()
+    solution = planned(model)
+    lowtide.save_solution(solution, tmp_path / "plan.json")
+    loaded = lowtide.load_solution(tmp_path / "plan.json")
+    assert loaded == solution
+    lowtide.apply(model, loaded)
+    run = trained(model, IMAGES, LABELS)
+    run()
+    model.load_state_dict(plain.state_dict())
+    assert_kept(solution, growth(run))
+    trained(plain, IMAGES, LABELS)()
+    assert_same(model, plain)
+
+
+def test_a_plan_for_something_else_is_refused() -> None:
+    model = small()
+    solution = planned(model)
+    with pytest.raises(CannotApply, match=r"made for another model than this Net"):
+        lowtide.apply(small(width=8), solution)
+    with pytest.raises(CannotApply, match=r"made with torch 2\.1, and this is torch 2\."):
+        lowtide.apply(model, replace(solution, torch_version="2.1"))
+    with pytest.raises(CannotApply, match=r"made for cuda, and the model is on cpu"):
+        lowtide.apply(model, replace(solution, graph=replace(solution.graph, device="cuda")))
+    with pytest.raises(BadRequest, match=r"for the graph Net alone"):
+        lowtide.apply(model, replace(solution, fingerprint=""))
+    assert "forward" not in vars(model)
+
+
+def test_a_step_that_is_not_the_planned_one_is_refused() -> None:
+    class Moody(Net):
+        mood = 0.0
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+            found = super().forward(x, labels)
+            return found if self.mood == 0 else found * self.mood
+
+    torch.manual_seed(0)
+    model = Moody()
+    lowtide.apply(model, planned(model))
+    model.mood = 2.0
+    with pytest.raises(Exception, match=r"the step does not run as it was planned"):
+        model(IMAGES, LABELS)
+
+
+# Refusals ---------------------------------------------------------------------------------------------
+
+
+def test_a_budget_below_the_floor_names_the_least_and_what_needs_it() -> None:
+    model = small()
+    with pytest.raises(
+        InfeasibleBudget, match=r"the least it reaches is .*needed by .*shrink the batch"
+    ) as e:
+        planned(model, budget="5%")
+    least = planned(model, budget=str(e.value.least_bytes))
+    assert least.peak_bytes <= e.value.least_bytes
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_new_shape": "ask"}, r"on_new_shape is 'ask'; it is one of plan, error"),
+        ({"granularity": "block"}, r"plans op by op and cuts nothing"),
+        ({"accumulate": 0}, r"accumulate is 0"),
+        ({"method": "rotor", "accumulate": 2}, r"accumulate is for methods that plan op by op"),
+        ({"method": "rotor", "budget": "min"}, r'the budget "min" is for methods that plan op by op'),
+    ],
+)
+def test_requests_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    model = small()
+    with pytest.raises(BadRequest, match=message):
+        lowtide.optimize(model, (IMAGES, LABELS), **{"budget": "60%", **options})
+    assert "forward" not in vars(model)

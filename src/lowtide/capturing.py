@@ -72,7 +72,8 @@ def capture(
             AOTAutograd fails; the message names the user's line.
         BadRequest: nothing in the output depends on a parameter that requires gradients.
     """
-    return _capture(model, example, loss, device, name, _step_in_one)
+    graph = _capture(model, example, loss, device, name, _step_in_one)
+    return replace(graph, assumptions=())  # what was found is for another capture to assume
 
 
 def capture_forward(
@@ -89,8 +90,12 @@ def capture_forward(
     What the model's own hooks do, and the loss, runs eagerly, and is written down as such. `assumptions`
     are those of a dry run of the same step.
     """
-    graph = _capture(model, example, loss, device, name, _step_around_forward, assumptions)
-    return replace(graph, assumptions=tuple(assumptions))
+    taken = tuple(assumptions)
+    graph = _capture(model, example, loss, device, name, _step_around_forward, taken)
+    if graph.assumptions:  # what this capture found out
+        taken = (*taken, *graph.assumptions)
+        graph = _capture(model, example, loss, device, name, _step_around_forward, taken)
+    return replace(graph, assumptions=taken)
 
 
 def _capture(
@@ -105,7 +110,7 @@ def _capture(
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         builder, twins = stage([model], device, name or type(model).__name__, Origin.JOINT)
-        recorder = _GraphRecorder(builder, twins, model)
+        recorder = _GraphRecorder(builder, twins, model, assumptions)
         with (
             dynamo(assumptions),
             faked(twins, [model, *_criteria(loss, model)], None),
@@ -168,10 +173,12 @@ class _GraphRecorder(Recorder):
 
     supports_higher_order_operators = True
 
-    def __init__(self, builder: GraphBuilder, twins: Twins, model: nn.Module) -> None:
+    def __init__(
+        self, builder: GraphBuilder, twins: Twins, model: nn.Module, assumptions: Collection[str]
+    ) -> None:
         super().__init__(builder, twins)
         modules = Modules(model)
-        self.sections = Sections(modules)
+        self.sections = Sections(modules, assumptions, self._is_zero)
         self._eagerly = Eagerly(model, modules)
         self._leaves: list[Resident] = []  # what may get a gradient
 
@@ -211,6 +218,12 @@ class _GraphRecorder(Recorder):
     def decided(self, numbers: Any) -> Any:
         self.sections.notes[f"decided by the numbers in the example: {current_line()}"] = None
         return numbers
+
+    def _is_zero(self, tensor: torch.Tensor) -> bool:
+        """Whether autograd made a tensor in place of a gradient that there is none of."""
+        value = self.builder.value_of(tensor)
+        maker = next((op for op in reversed(self.builder.ops) if value in op.creates), None)
+        return maker is not None and maker.section == OUTSIDE and maker.target.startswith("aten.zeros")
 
     # Tensors that were there before -------------------------------------------------------------------
 
@@ -260,7 +273,8 @@ class _GraphRecorder(Recorder):
             if gradient is not None and self.builder.values[gradient].role is Role.INTERMEDIATE:
                 self.builder.set_role(gradient, Role.GRADIENT, f"{leaf.name}.grad", leaf.module)
         self.builder.notes.update(self.sections.notes)
-        return self.builder.finish(value for _, value in self.alive())
+        graph = self.builder.finish(value for _, value in self.alive())
+        return replace(graph, assumptions=tuple(self.sections.found_gradientless()))
 
 
 # Inputs -----------------------------------------------------------------------------------------------

@@ -265,7 +265,8 @@ def _itself(node: fx.Node) -> fx.Node:
 def _steps_of(graph: Graph, schedule: Schedule, section: int) -> tuple[list[Step], list[Step]]:
     """What the schedule does in the forward and in the backward of a section.
 
-    An op that runs again belongs where the next op that runs for the first time does.
+    An op that runs again belongs where the next op that runs for the first time does. What is freed when
+    a half is over is freed by whoever holds it then: the user, or autograd.
     """
     halves: dict[Phase, list[Step]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
     current = halves[Phase.FORWARD]
@@ -283,6 +284,9 @@ def _steps_of(graph: Graph, schedule: Schedule, section: int) -> tuple[list[Step
                 waiting.clear()
         elif step.value in graph.creator and graph.ops[graph.creator[step.value]].section == section:
             (waiting or current).append(step)
+    for steps in halves.values():
+        while steps and isinstance(steps[-1], Free):
+            steps.pop()
     return halves[Phase.FORWARD], halves[Phase.BACKWARD]
 
 

@@ -17,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from lowtide.emission import Halves, Planned, emit
 from lowtide.errors import CannotApply
+from lowtide.gradientless import cut_off, gradientless
 from lowtide.graph import Graph
 from lowtide.schedule import Schedule
 from lowtide.sections import boxed, cut_in_two
@@ -36,6 +37,7 @@ class Execution:
         ]  # the last one is followed; forwards before it may still wait for their backward
         self._sections = 1 + max((op.section for op in graph.ops), default=-1)
         self._next = 0
+        self._compiled = 0  # how many of Dynamo's graphs
 
     def follow(self, schedule: Schedule) -> None:
         """From the next forward on, do as another schedule of the same graph says."""
@@ -54,8 +56,9 @@ class Execution:
             partition_fn=graph.partition,
             keep_inference_input_mutations=True,
         )
-        compiled: Callable[..., Any] = compile_(module, inputs)
-        return compiled
+        cut = gradientless(self.graph.assumptions, self._compiled)
+        self._compiled += 1
+        return cut_off(module, cut, lambda: compile_(module, inputs))
 
     def next_section(self) -> int:
         """The section that begins to run now."""

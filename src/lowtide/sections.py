@@ -26,6 +26,7 @@ from torch._functorch.partitioners import default_partition
 
 from lowtide.attribution import Attribution, Place
 from lowtide.building import storage_key, tensors_in
+from lowtide.gradientless import assumption, cut_off, differentiable_outputs, gradientless
 from lowtide.graph import Phase
 from lowtide.recording import Spot
 from lowtide.rewriting import use_eager_kernels
@@ -194,24 +195,41 @@ class Sections:
     `here` says at any time which op of which section runs; None between graphs.
     """
 
-    def __init__(self, modules: Modules) -> None:
+    def __init__(
+        self,
+        modules: Modules,
+        assumptions: Collection[str] = (),
+        is_zero: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> None:
         self.modules = modules
+        self.assumptions = assumptions
+        self.is_zero = is_zero
         self.here: Spot | None = None
+        self.graphs: list[_Graph] = []
         self.notes: dict[str, None] = {}
         self.count = 0
         self._earlier_breaks = len(graph_break_reasons)
 
     def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture one of Dynamo's graphs."""
-        graph = _Graph(self)
+        graph = _Graph(self, differentiable_outputs(module))
+        self.graphs.append(graph)
         compile_ = aot_autograd(
             fw_compiler=graph.compile_forward,
             bw_compiler=graph.compile_backward,
             partition_fn=self._partition,
             keep_inference_input_mutations=True,  # updates of buffers become ops of the forward
         )
-        compiled: Callable[..., Any] = compile_(module, inputs)
-        return compiled
+        cut = gradientless(self.assumptions, len(self.graphs) - 1)
+        return cut_off(module, cut, lambda: compile_(module, inputs))
+
+    def found_gradientless(self) -> list[str]:
+        """Assumptions for another capture: the outputs that got zeros for gradients in this one."""
+        return [
+            assumption(number, graph.outputs[position])
+            for number, graph in enumerate(self.graphs)
+            for position in sorted(graph.zeros or ())
+        ]
 
     def note_breaks(self) -> None:
         """Say where, and why, Dynamo ended a graph before its time."""
@@ -258,7 +276,9 @@ def cut_in_two(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any,
 class _Graph:
     """One captured graph: makes a section of each of its runs."""
 
-    def __init__(self, sections: Sections) -> None:
+    def __init__(self, sections: Sections, outputs: Sequence[int]) -> None:
+        self.outputs = outputs  # those that autograd may hand a gradient to
+        self.zeros: set[int] | None = None  # which of these got zeros, whenever a backward ran
         self._sections = sections
         self._runs: list[Section] = []
 
@@ -281,9 +301,18 @@ class _Graph:
             given = set(map(storage_key, tensors_in(args)))
             section = max(self._runs, key=lambda run: (len(run.saved & given), run.waiting, run.index))
             section.waiting = False
+            self._look_for_zeros(graph, args)
             return _Walk(graph, self._sections, section, Phase.BACKWARD).boxed_run(args)
 
         return boxed(run)
+
+    def _look_for_zeros(self, graph: fx.GraphModule, args: Sequence[Any]) -> None:
+        given = graph.graph.find_nodes(op="placeholder")
+        tangents = [arg for node, arg in zip(given, args, strict=True) if node.name.startswith("tangents")]
+        if len(tangents) != len(self.outputs):
+            return  # others are among them: of changed inputs, say
+        zeros = {position for position, tangent in enumerate(tangents) if self._sections.is_zero(tangent)}
+        self.zeros = zeros if self.zeros is None else self.zeros & zeros
 
 
 class _Walk(fx.Interpreter):

@@ -12,7 +12,7 @@ from lowtide.solvers.exploring import explore
 from lowtide.solvers.front import Front, Seen
 from lowtide.solvers.laying import pairs_of, schedule_of, work_of
 from lowtide.solvers.method import Scheduler
-from lowtide.solvers.necessity import least_cost
+from lowtide.solvers.necessity import least_seconds
 
 
 class Evict(Scheduler):
@@ -46,13 +46,14 @@ def answer_within(graph: Graph, budget_bytes: int, front: Front) -> ScheduleAnsw
 
 
 def answer(graph: Graph, seen: Seen, growth_bytes: int | None = None) -> ScheduleAnswer:
-    """`seen` as a schedule, and what any that grows by no more than `growth_bytes` has to add."""
-    work = work_of(graph)
-    bound = least_cost(work, seen.peak_bytes if growth_bytes is None else growth_bytes)
+    """`seen` as a schedule, and what any has to add that grows by no more than that, or `growth_bytes`."""
+    pairs = pairs_of(seen.codes, len(graph.ops))
+    seconds = [op.seconds for op in graph.ops]
+    bound = least_seconds(work_of(graph), seconds, seen.peak_bytes if growth_bytes is None else growth_bytes)
     return ScheduleAnswer(
-        schedule_of(graph, pairs_of(seen.codes, len(graph.ops))),
-        Status.FEASIBLE if len(seen.codes) else Status.OPTIMAL,
-        min(bound, seen.cost) if any(op.seconds for op in graph.ops) else 0.0,
+        schedule_of(graph, pairs),
+        Status.FEASIBLE if pairs else Status.OPTIMAL,
+        min(bound, sum(seconds[op] for op, _ in pairs)),
     )
 
 

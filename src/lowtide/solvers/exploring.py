@@ -1,4 +1,4 @@
-"""The search behind `evict` and `auto`: all schedules worth having from keeping everything to the lowest peak.
+"""The search behind `evict` and `auto`: the schedules worth having from the plain one to the lowest.
 
 It goes down a ladder of peaks and does not know of any budget: what it finds is the same for all of them.
 
@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from lowtide.solvers.counting import highest
 from lowtide.solvers.front import Front, Seen
 from lowtide.solvers.laying import change_to, codes_in, slots_of
 from lowtide.solvers.moves import is_in_place, relax
 from lowtide.solvers.necessity import must_hold
 from lowtide.solvers.repairing import NO_LIMIT, improve, shrink
-from lowtide.solvers.slots import Numbers, Work, highest
+from lowtide.solvers.slots import Numbers, Work
 
 NOTHING: Numbers = np.empty(0, np.int64)
 WIDTH = 12  # candidates that are tried before one is taken

@@ -10,7 +10,7 @@ from lowtide.solvers.slots import Numbers
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A schedule: what runs again in it, the bytes it holds at most beside what is resident, what it costs."""
+    """A schedule: its peak beside what is resident, what running again costs in it, and what does."""
 
     peak_bytes: int
     cost: float

@@ -12,7 +12,7 @@ from lowtide.solvers.registry import solve
 
 
 def frontier(graph: Graph, points: int = 12, method: str = "auto") -> tuple[GraphSolution, ...]:
-    """At most `points` schedules from the plain one to the lowest: each lower, and slower, than the one before.
+    """At most `points` schedules, from the plain one to the lowest: each lower and slower than the last.
 
     Their budgets are as far apart from each other; where two get the same schedule, or one as slow that is
     higher, there are fewer. All of them have been replayed by the referee. In a graph without times nothing

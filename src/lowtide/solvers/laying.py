@@ -12,14 +12,13 @@ from lowtide.repeating import repeatable, stretches
 from lowtide.schedule import Compute, Free, Schedule, Step
 from lowtide.simulation import allocator_of
 from lowtide.solvers.compiled import is_compiling
+from lowtide.solvers.counting import count_everything, refresh
 from lowtide.solvers.slots import (
     MOST_AGAIN,
     Numbers,
     Pair,
     Slots,
     Work,
-    count_everything,
-    refresh,
     toggle_all,
     write_codes,
 )
@@ -146,7 +145,7 @@ def change_to(work: Work, slots: Slots, codes: Numbers) -> None:
 
 
 def schedule_of(graph: Graph, pairs: Iterable[Pair]) -> Schedule:
-    """Every op once in graph order, before it what runs again there; values are freed after their last use."""
+    """Every op once in graph order, and before it what runs again there; values die after their last use."""
     again: dict[int, list[int]] = {}
     for op, slot in sorted(pairs):
         again.setdefault(slot, []).append(op)

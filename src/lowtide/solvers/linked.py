@@ -21,7 +21,7 @@ _LINKED: dict[str, tuple[FunctionType, bool]] = {}  # by name; and whether it is
 
 
 def linked(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """`function` in machine code; it may call linked and inlined functions by their names, and make no arrays.
+    """`function` in machine code; it may call linked and inlined functions by name, and make no arrays.
 
     Called from Python it compiles what it needs, and remembers that on disk.
     """

@@ -6,6 +6,7 @@ than itself; `repairing` puts them together.
 
 from __future__ import annotations
 
+from lowtide.solvers.counting import refresh
 from lowtide.solvers.linked import inlined, linked
 from lowtide.solvers.slots import (
     MOST_AGAIN,
@@ -18,7 +19,6 @@ from lowtide.solvers.slots import (
     last_use,
     next_made,
     next_use,
-    refresh,
     runs_again,
     serving,
     toggle,
@@ -61,7 +61,7 @@ def excess(work: Work, slots: Slots, budget: int) -> tuple[int, int]:
             total += held - budget
         if held > most:
             most, worst = held, slot
-    slots.spent[0] += len(slots.first) // 64
+    slots.spent[0] += 1 + len(slots.first) // 64
     return total, worst
 
 
@@ -122,7 +122,7 @@ def run_again(work: Work, slots: Slots, op: int, slot: int, budget: int, merge: 
 
 @inlined
 def hold_until(work: Work, slots: Slots, op: int, slot: int, later: int, budget: int) -> None:
-    """Hold what `op` makes in `slot` until `later` instead of running it again there, if the budget allows it."""
+    """Hold until `later` what `op` makes in `slot`, not to run it again there, if the budget allows."""
     size, end = 0, later
     for index in range(work.makes_from[op], work.makes_from[op + 1]):
         size += work.size[work.makes[index]]
@@ -229,9 +229,9 @@ def relax(work: Work, slots: Slots, budget: int) -> int:
 
 @inlined
 def hoist(work: Work, slots: Slots, slot: int, hop: int, budget: int, before: int) -> bool:
-    """Run what runs again in `slot` some slots earlier; undone, and False, unless that saves bytes over budget.
+    """Run some slots earlier what runs again in `slot`; undone, and False, unless less is over budget then.
 
-    There, what the slot's own op reads may not have been made yet.
+    Earlier, what the slot's own op reads may not have been made yet.
     """
     target = slot - hop
     if target < 0 or work.stretch[target] != work.stretch[slot]:

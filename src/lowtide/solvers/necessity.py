@@ -1,6 +1,9 @@
-"""What no schedule that runs the ops in graph order can do without: bytes at any moment, seconds within a budget."""
+"""What no schedule that runs the ops in graph order can do without: bytes, and seconds within a budget."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,12 +28,12 @@ def must_hold(work: Work) -> Numbers:
     return np.cumsum(held)[:-1] + np.asarray(work.workspace, np.int64)
 
 
-def least_cost(work: Work, budget: int) -> float:
-    """What running again costs at least within `budget`.
+def least_seconds(work: Work, seconds: Sequence[float], budget: int) -> float:
+    """What running again adds at least if the step grows by no more than `budget`.
 
     What is alive at some op without recomputation and is not held there has to be made again later, which
     takes one run of its maker. Dropping the parts of the makers that free most for their cost until the
-    rest fits costs no more than any choice of whole ones. The bound is the one of the op that needs most.
+    rest fits costs no more than any choice of whole ones. The bound is that of the op where most is alive.
     """
     ops = len(work.cost)
     alive = np.zeros(ops + 1, np.int64)
@@ -38,7 +41,7 @@ def least_cost(work: Work, budget: int) -> float:
     for value in work.evictable:
         maker = work.maker[value]
         touches = [maker, *work.uses[work.uses_from[value] : work.uses_from[value + 1]]]
-        for begin, end in zip(touches, touches[1:], strict=False):
+        for begin, end in pairwise(touches):
             if end > begin + 1:
                 spans.append((begin, end, maker, work.size[value]))
                 alive[begin + 1] += work.size[value]
@@ -53,9 +56,9 @@ def least_cost(work: Work, budget: int) -> float:
             freed[maker] = freed.get(maker, 0) + size
     excess = int(total[slot]) - budget
     cost = 0.0
-    for maker in sorted(freed, key=lambda maker: (work.cost[maker] / freed[maker], maker)):
+    for maker in sorted(freed, key=lambda maker: (seconds[maker] / freed[maker], maker)):
         part = min(1.0, excess / freed[maker])
-        cost += part * work.cost[maker]
+        cost += part * seconds[maker]
         excess -= freed[maker]
         if excess <= 0:
             break

@@ -9,6 +9,7 @@ the same schedule everywhere.
 
 from __future__ import annotations
 
+from lowtide.solvers.counting import refresh
 from lowtide.solvers.linked import inlined, linked
 from lowtide.solvers.moves import drop, excess, hoist, may_run, relax, run_again
 from lowtide.solvers.slots import (
@@ -18,7 +19,6 @@ from lowtide.solvers.slots import (
     end_of,
     last_use,
     next_use,
-    refresh,
     runs_again,
     serving,
     undo,
@@ -56,7 +56,7 @@ def mark_busy(work: Work, slots: Slots, op: int) -> int:
         slots.seen_value[work.reads[index]] = slots.stamp[0]
     for index in range(work.makes_from[op], work.makes_from[op + 1]):
         slots.seen_value[work.makes[index]] = slots.stamp[0]
-    return slots.stamp[0]
+    return int(slots.stamp[0])
 
 
 @inlined
@@ -103,12 +103,12 @@ def trial(work: Work, slots: Slots, op: int, slot: int, budget: int, merge: bool
     undo(work, slots, mark)
     refresh(work, slots)
     slots.estimate[op] = cost if after < before else 4.0 * max(cost, slots.estimate[op])
-    return (before - after) / cost
+    return float((before - after) / cost)
 
 
 @inlined
 def choose(work: Work, slots: Slots, count: int, budget: int, merge: bool, width: int, over: int) -> int:
-    """The best candidate, or -1. Scores are what it was worth when last tried, so the leader is tried anew."""
+    """The best candidate, or -1. Scores are what each was worth when last tried: the leader is tried anew."""
     best, best_worth = -1, 0.0
     tries = 0
     while best < 0 or tries < width:
@@ -210,8 +210,9 @@ def improve(work: Work, slots: Slots, budget: int, effort: int, width: int) -> i
     better = 0
     over, worst = excess(work, slots, budget)
     stop = slots.spent[0] + effort
-    while slots.spent[0] < stop:
+    while slots.spent[0] < stop and (over > 0 or slots.extra[0] > 0.0):
         slots.journal_count[0] = 0
+        slots.spent[0] += 16
         extra = slots.extra[0]
         middle = worst if over > 0 and draw(slots, 2) else draw(slots, len(slots.first))
         ruin(work, slots, middle)

@@ -35,7 +35,7 @@ def _products(graph: Graph) -> frozenset[int]:
 
 
 def _passing(work: Work, turn: int) -> Numbers:
-    """For each place in the forward the bytes that are made before it and used after it, still in the forward."""
+    """For each place in the forward the bytes made before it and used after it, still in the forward."""
     change = np.zeros(turn + 1, np.int64)
     for value, (begin, end) in _forward_lives(work, turn):
         change[begin + 1] += work.size[value]

@@ -22,13 +22,13 @@ from torch.fx.graph import _BoxedCodeGen
 
 from lowtide.building import GraphBuilder, tensors_in
 from lowtide.emission import Halves, Planned, emit
-from lowtide.errors import BadRequest, InfeasibleBudget
+from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
 from lowtide.fitting import with_costs
 from lowtide.graph import Graph, Origin, Phase, Role, Value
 from lowtide.joining import Place, joined
 from lowtide.sections import boxed, cut_in_two
 from lowtide.solution import GraphSolution
-from lowtide.solvers import is_scheduler, solve
+from lowtide.solvers import methods, schedulers, solve
 from lowtide.solvers.graphs import LOWEST, SINGLE_OPS
 from lowtide.units import parse_bytes
 
@@ -70,14 +70,16 @@ class _Request:
                 "the lowtide backend needs a budget: "
                 'torch.compile(model, backend="lowtide", options={"budget": "8GiB"}).'
             )
-        budget, method = given["budget"], given.get("method", "auto")
+        budget, method = given["budget"], str(given.get("method", "auto"))
         if str(budget).strip().endswith("%"):
             raise BadRequest(
                 f"the lowtide backend does not know the plain peak, of which {budget} is to be a part. "
                 "Give a size, or use lowtide.optimize."
             )
-        if not is_scheduler(method):
+        if method in methods():
             raise BadRequest(f"{method} plans layers; the backend plans op by op. Use auto, or leave it out.")
+        if method not in schedulers():
+            raise UnknownMethod(method, schedulers())
         lowest = isinstance(budget, str) and budget.strip() == LOWEST
         return _Request(None if lowest else parse_bytes(budget), method, bool(given.get("profile", True)))
 
@@ -185,6 +187,11 @@ class _Compiled:
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
         """Cut the joint graph in two, and plan it alone, as low as possible."""
+        if any(isinstance(given, torch.SymInt) for given in inputs[0]):
+            raise BadRequest(
+                "a budget is planned for sizes that are numbers, and Dynamo made some of them symbols. "
+                "Compile with dynamic=False; every size is then planned for when it is met."
+            )
         forward, backward = cut_in_two(joint, inputs, **options)
         self._halves = Halves(forward, backward, options["num_fwd_outputs"])
         static = options.get("static_lifetime_input_indices") or ()

@@ -232,7 +232,7 @@ class _Half:
         """Whether `node` is one of several results of an op that has not run here."""
         if node.target is not operator.getitem:
             return False
-        made_by = self.part.canonical(node.args[0])
+        made_by = self.part.canonical(node.all_input_nodes[0])
         return made_by in self.part.op_nodes and made_by not in self.env
 
     def _take(self, node: fx.Node) -> fx.Node:

@@ -170,7 +170,8 @@ class _Route:
             return self._courses[inputs]
         if inputs not in self._solutions:
             if self._replan is None:
-                return self._without_plan(inputs)
+                self._refuse_or_warn(inputs)
+                return None
             self._tell(
                 "new inputs",
                 f"the model meets inputs without a plan ({_difference(inputs, self._solutions)}). They are "
@@ -184,7 +185,7 @@ class _Route:
         self._courses[inputs] = _Course(execution, compiled)
         return self._courses[inputs]
 
-    def _without_plan(self, inputs: tuple[str, ...]) -> None:
+    def _refuse_or_warn(self, inputs: tuple[str, ...]) -> None:
         problem = f"the plan is not for these inputs: {_difference(inputs, self._solutions)}."
         if self._on_new_inputs == "error":
             raise CannotApply(

@@ -12,7 +12,7 @@ from lowtide.solution import ScheduleAnswer, Status
 from lowtide.solvers.evict import answer, answer_within
 from lowtide.solvers.exploring import explore
 from lowtide.solvers.front import Front
-from lowtide.solvers.laying import work_of
+from lowtide.solvers.laying import costs, work_of
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.starts import starts
 
@@ -46,4 +46,4 @@ class Auto(Scheduler):
 @lru_cache(maxsize=4)
 def _explored(graph: Graph) -> Front:
     work = work_of(graph)
-    return explore(work, starts(graph, work))
+    return explore(work, costs(graph), starts(graph, work))

@@ -10,7 +10,7 @@ from lowtide.simulation import allocator_of
 from lowtide.solution import ScheduleAnswer, Status
 from lowtide.solvers.exploring import explore
 from lowtide.solvers.front import Front, Seen
-from lowtide.solvers.laying import pairs_of, schedule_of, work_of
+from lowtide.solvers.laying import costs, pairs_of, schedule_of, work_of
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.necessity import least_seconds
 
@@ -59,4 +59,4 @@ def answer(graph: Graph, seen: Seen, growth_bytes: int | None = None) -> Schedul
 
 @lru_cache(maxsize=4)
 def _explored(graph: Graph) -> Front:
-    return explore(work_of(graph))
+    return explore(work_of(graph), costs(graph))

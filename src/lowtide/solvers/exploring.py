@@ -32,8 +32,9 @@ DEEPEST = 50  # no level is below this part of the plain peak
 class Explorer:
     """A search over the schedules of one graph; `front` is what it has found so far."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, costs: Sequence[float]) -> None:
         self.work = work
+        self.costs = np.asarray(costs, np.float64)
         self.slots = slots_of(work)
         self.front = Front()
         self.plain_bytes = int(highest(work, self.slots))
@@ -42,9 +43,11 @@ class Explorer:
 
     def note(self) -> None:
         """Remember the schedule as it stands, if it is worth it and may be executed so."""
-        peak_bytes, cost = int(highest(self.work, self.slots)), float(self.slots.extra[0])
+        codes = codes_in(self.slots)
+        peak_bytes = int(highest(self.work, self.slots))
+        cost = float(self.costs[codes // len(self.costs)].sum()), len(codes)
         if self.front.wants(peak_bytes, cost) and is_in_place(self.work, self.slots):
-            self.front.add(Seen(peak_bytes, cost, codes_in(self.slots)))
+            self.front.add(Seen(peak_bytes, cost, codes))
 
     def begin(self, codes: Numbers) -> None:
         """Go on from there."""
@@ -99,12 +102,13 @@ class Explorer:
         self.improve(self.front.seen[0].peak_bytes, effort)
 
 
-def explore(work: Work, starts: Iterable[Numbers] = ()) -> Front:
+def explore(work: Work, costs: Sequence[float], starts: Iterable[Numbers] = ()) -> Front:
     """The schedules worth having that a search of fixed length comes upon, begun with nothing run again.
 
-    And with what `starts` run again. How long it is depends on the number of ops alone.
+    And with what `starts` run again. `costs` are those of the ops. How long the search is depends on the
+    number of ops alone, and what it finds on nothing but the graph.
     """
-    explorer = Explorer(work)
+    explorer = Explorer(work, costs)
     levels = levels_between(explorer.plain_bytes, explorer.floor_bytes, len(work.cost))
     if not levels or not len(work.evictable):
         return explorer.front

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from lowtide.solvers.slots import Numbers
+
+Cost: TypeAlias = tuple[float, int]  # what running again costs; of two that cost the same, how much runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +16,7 @@ class Seen:
     """A schedule: its peak beside what is resident, what running again costs in it, and what does."""
 
     peak_bytes: int
-    cost: float
+    cost: Cost
     codes: Numbers  # as `laying.codes_in` writes them
 
 
@@ -23,7 +26,7 @@ class Front:
 
     seen: list[Seen] = field(default_factory=list)
 
-    def wants(self, peak_bytes: int, cost: float) -> bool:
+    def wants(self, peak_bytes: int, cost: Cost) -> bool:
         """Whether no schedule here is as low and as cheap."""
         place = bisect_right(self.seen, peak_bytes, key=_peak)
         return place == 0 or self.seen[place - 1].cost > cost

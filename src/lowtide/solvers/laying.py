@@ -32,7 +32,9 @@ def work_of(graph: Graph) -> Work:
     size = [held(graph.counted_bytes(value.id)) for value in graph.values]
     counted = {value for value in graph.creator if size[value]}
     again = repeatable(graph)
-    cost = costs(graph)
+    known = costs(graph)
+    least = 1e-6 * sum(known) / max(1, len(known)) or 1.0
+    cost = [max(seconds, least) for seconds in known]
     reads = [
         [
             value
@@ -65,18 +67,10 @@ def work_of(graph: Graph) -> Work:
 
 
 def costs(graph: Graph) -> list[float]:
-    """What running each op again costs: its seconds; bytes touched where the graph was not profiled.
-
-    Never quite nothing: of two schedules that take the same time, the one that runs less is better.
-    """
-    known = [op.seconds for op in graph.ops]
-    if not any(known):
-        known = [
-            float(1 + sum(graph.counted_bytes(value) for value in (*op.reads, *op.creates)))
-            for op in graph.ops
-        ]
-    least = 1e-6 * sum(known) / max(1, len(known))
-    return [max(cost, least) for cost in known]
+    """What running each op again costs: its seconds; bytes touched where the graph was not profiled."""
+    if any(op.seconds for op in graph.ops):
+        return [op.seconds for op in graph.ops]
+    return [float(sum(graph.counted_bytes(value) for value in (*op.reads, *op.creates))) for op in graph.ops]
 
 
 def slots_of(work: Work) -> Slots:

@@ -44,7 +44,7 @@ class Work(NamedTuple):
     size: Numbers
     lasting: Numbers  # 1: outlives the step
     workspace: Numbers
-    cost: Reals
+    cost: Reals  # of running an op again; never quite nothing, so that less is run for the same time
     repeats: Numbers  # 1: may run again
     section: Numbers
     stretch: Numbers

@@ -179,6 +179,9 @@ def measure_alone(chosen: argparse.Namespace) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
             break
+        if kind != "planned":  # the graphs of one plan serve the next
+            lowtide.remove(made.model)
+            torch._dynamo.reset()
         row = guarded(work, min(chosen.row_seconds, left + GRACE_SECONDS))
         clean_up(made.model)
         cut_short = row.get("failure") == OutOfTime.__name__ and left + GRACE_SECONDS < chosen.row_seconds
@@ -201,9 +204,7 @@ def guarded(work: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any
 
 
 def clean_up(model: nn.Module) -> None:
-    lowtide.remove(model)
     model.zero_grad(set_to_none=True)
-    torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -5,11 +5,13 @@ It goes down a ladder of peaks and does not know of any budget: what it finds is
     descend   from some start, level after level, as far as it gets
     polish    the best schedule of each level, improved
     sink      further down than the last level that was reached
+    fill      what lies between two levels
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,8 +26,9 @@ from lowtide.solvers.slots import Numbers, Work
 NOTHING: Numbers = np.empty(0, np.int64)
 WIDTH = 12  # candidates that are tried before one is taken
 LEVELS = 64
-PASSES = 2
-HALVINGS = 5
+PASSES = 2  # down the ladder and up again
+HALVINGS = 5  # of the way to a peak that is out of reach
+BETWEEN = 4  # parts into which the way from one level to the next is cut at last
 DEEPEST = 50  # no level is below this part of the plain peak
 
 
@@ -101,6 +104,18 @@ class Explorer:
         self.begin(self.front.seen[0].codes)
         self.improve(self.front.seen[0].peak_bytes, effort)
 
+    def fill(self, levels: Sequence[int]) -> None:
+        """Between levels, give back from the best of the lower one what can be given back."""
+        for high, low in pairwise([self.plain_bytes, *levels]):
+            best = self.front.best(low)
+            if best is None:
+                break
+            self.begin(best.codes)
+            for part in range(1, BETWEEN):
+                self.slots.journal_count[0] = 0
+                relax(self.work, self.slots, low + (high - low) * part // BETWEEN)
+                self.note()
+
 
 def explore(work: Work, costs: Sequence[float], starts: Iterable[Numbers] = ()) -> Front:
     """The schedules worth having that a search of fixed length comes upon, begun with nothing run again.
@@ -127,6 +142,7 @@ def explore(work: Work, costs: Sequence[float], starts: Iterable[Numbers] = ()) 
         missed = [level for level in levels if level < lowest]
         explorer.sink(missed[0] if missed else explorer.floor_bytes - 1, effort // 24)
         explorer.polish(reversed(levels[: len(levels) - len(missed)]), each)
+    explorer.fill(levels)
     return explorer.front
 
 

@@ -24,7 +24,7 @@ from torch.fx.graph import _BoxedCodeGen
 from lowtide.building import leaves, storage_key, target_name, tensors_in
 from lowtide.errors import CannotApply
 from lowtide.graph import Graph, Op, Phase
-from lowtide.rewriting import without_updates
+from lowtide.rewriting import is_drawn_with, without_updates
 from lowtide.schedule import Compute, Free, Schedule, Step
 
 aten = torch.ops.aten
@@ -165,6 +165,8 @@ class _Half:
         self.env: dict[fx.Node, fx.Node] = {}
         self.saved: list[fx.Node] = []  # of the forward's, in the order in which they are handed over
         self._done: set[int] = set() if before is None else set(before._done)
+        self._latest: fx.Node | None = None  # the op that has just run
+        self._drawn: dict[fx.Node, fx.Node] = {}  # a dropout, and what it made beside the mask
         self._first: fx.Node | None = None  # the placeholder before which further ones are put
 
     def add_placeholder(self, node: fx.Node) -> None:
@@ -186,7 +188,14 @@ class _Half:
         for value in op.creates:
             for member in self.part.members.get(value, ()):
                 self.env.pop(member, None)
-        self.env[node] = self._call(node, args)
+        drawing = None if op.id in self._done else is_drawn_with(node)
+        if drawing is not None and drawing is self._latest and drawing in self._drawn:
+            self.env[node] = self._drawn.pop(drawing)
+        else:
+            self.env[node] = self._call(node, args)
+        self._latest = node
+        if node.target is aten.native_dropout.default:
+            self._drawn[node] = self.graph.call_function(operator.getitem, (self.env[node], 0))
         self._done.add(op.id)
         for user in node.users:
             if user.target is operator.getitem:

@@ -272,7 +272,8 @@ def _measure_within(calls: Sequence[Call], device: torch.device, caps: Caps) -> 
 def _measure_large(call: Call, device: torch.device, caps: Caps, small_bytes: int) -> Cost | Failure:
     """A call that may exceed the caps: tried small first, in full if that promises to be quick enough."""
     estimate = _estimated(call, device, caps, small_bytes)
-    quick = estimate is None or (isinstance(estimate, Cost) and estimate.seconds <= caps.op_seconds)
+    # Where smaller sizes do not run, nothing is known, and the op itself is the only thing to try.
+    quick = not isinstance(estimate, Cost) or estimate.seconds <= caps.op_seconds
     if call.bytes <= caps.op_bytes and quick:
         return next(iter(measure_calls([call], device)))
     return estimate or Failure(f"{call.target}: too large for this machine, and it cannot be made smaller")

@@ -28,6 +28,8 @@ def use_eager_kernels(joint: fx.GraphModule) -> None:
             _rewrite(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         _count_in_place(graph, node)
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        _tell_drawing_from_dropping(graph, node)
     graph.lint()
     joint.recompile()
 
@@ -42,6 +44,43 @@ def _count_in_place(graph: fx.Graph, write: fx.Node) -> None:
     write.target = aten.add_.Tensor
     write.args = (buffer, source.args[1])
     graph.erase_node(source)
+
+
+def _tell_drawing_from_dropping(graph: fx.Graph, node: fx.Node) -> None:
+    """Dropout draws a mask, and what it makes of its input with it can be made again from both.
+
+    So its result becomes an op of its own, which may be recomputed; the mask is drawn once. That op is the
+    same product that dropout's backward is. `emission` takes the result from the kernel that drew the mask
+    where that has just run, which is always so the first time.
+    """
+    x, rate, training = node.args
+    results = _results(node)
+    if training is not True or not isinstance(rate, float) or not 0 < rate < 1 or sorted(results) != [0, 1]:
+        return
+    (dropped,), (mask,) = results[0], results[1]
+    with graph.inserting_after(mask):
+        again = graph.call_function(
+            aten.native_dropout_backward.default, (x, mask, 1 / (1 - rate)), name="dropout"
+        )
+    again.meta = dict(dropped.meta)
+    dropped.replace_all_uses_with(again)
+    graph.erase_node(dropped)
+    fake = again.meta["val"]
+    with fake.fake_mode:
+        drawn = torch.empty_like(fake)
+    node.meta["val"] = (drawn, node.meta["val"][1])
+
+
+def is_drawn_with(node: fx.Node) -> fx.Node | None:
+    """The dropout that makes the same result as `node` when it draws the mask; None if it is no such op."""
+    if node.target is not aten.native_dropout_backward.default:
+        return None
+    x, mask, _ = node.args
+    if not isinstance(mask, fx.Node) or mask.target is not operator.getitem:
+        return None
+    drawing = mask.all_input_nodes[0]
+    same = drawing.target is aten.native_dropout.default and drawing.args[0] is x
+    return drawing if same else None
 
 
 def without_updates(node: fx.Node) -> tuple[Any, ...]:

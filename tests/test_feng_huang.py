@@ -330,9 +330,7 @@ def test_a_captured_resnet_keeps_less_and_its_batch_norms_are_recomputed() -> No
 
 
 def test_a_method_for_chains_takes_no_graph() -> None:
-    with pytest.raises(
-        BadRequest, match=r"keep-all takes a chain, and handmade is a graph\. .*feng-huang\."
-    ):
+    with pytest.raises(BadRequest, match=r"keep-all takes a chain, and handmade is a graph\. .*feng-huang\."):
         solve(DIAMOND, "keep-all")
 
 

@@ -227,6 +227,8 @@ class _Half:
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
+        for node in self.graph.find_nodes(op="placeholder"):
+            assert node.name == node.target, "an argument goes by the name of another node"
         self.graph.set_codegen(_BoxedCodeGen())
         wanted = {node.target for node in self.graph.find_nodes(op="get_attr")}
         attributes = {
@@ -248,8 +250,10 @@ class _Half:
         """Something that the forward has at its end, handed over to this backward."""
         if self.before is None or node not in self.before.env or self._first is None:
             raise RuntimeError(f"the schedule uses {node.name}, which is not there. A bug in lowtide.")
+        # A name of its own: fx calls the argument by the name asked for and the node by a free one, and an
+        # argument called like another node would be overwritten.
         with self.graph.inserting_before(self._first):
-            self.env[node] = self.graph.placeholder(node.name)
+            self.env[node] = self.graph.placeholder(f"saved_{len(self.saved)}")
         self.saved.append(node)
         return self.env[node]
 

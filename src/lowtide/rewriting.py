@@ -51,13 +51,16 @@ def _tell_drawing_from_dropping(graph: fx.Graph, node: fx.Node) -> None:
 
     So its result becomes an op of its own, which may be recomputed; the mask is drawn once. That op is the
     same product that dropout's backward is. `emission` takes the result from the kernel that drew the mask
-    where that has just run, which is always so the first time.
+    where that has just run, which is always so the first time. Not in half precision: there the two are
+    rounded differently on the CPU.
     """
     x, rate, training = node.args
     results = _results(node)
     if training is not True or not isinstance(rate, float) or not 0 < rate < 1 or sorted(results) != [0, 1]:
         return
     (dropped,), (mask,) = results[0], results[1]
+    if dropped.meta["val"].dtype not in (torch.float32, torch.float64):
+        return
     with graph.inserting_after(mask):
         again = graph.call_function(
             aten.native_dropout_backward.default, (x, mask, 1 / (1 - rate)), name="dropout"

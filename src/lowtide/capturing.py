@@ -33,6 +33,7 @@ from lowtide.training import NOTHING_TO_TRAIN, Example, arguments, carried_loss
 from lowtide.userlines import current_line, described, is_users, line_of
 
 aten = torch.ops.aten
+_WRITES = (aten.copy_.default, aten.add_.Tensor)  # how captured graphs update buffers
 Loss = Callable[[Any], torch.Tensor]
 _Run = Callable[[Any, nn.Module, Loss | None, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
 Twin = Callable[[torch.Tensor, str], torch.Tensor]  # the fake of a tensor, given its name
@@ -200,7 +201,7 @@ class _GraphRecorder(Recorder):
 
     def _owner_of_buffer(self, func: Any, args: tuple[Any, ...]) -> str:
         """The module whose buffer an op overwrites: AOTAutograd moves such updates to the end."""
-        value = self.builder.value_of(args[0]) if func is aten.copy_.default else None
+        value = self.builder.value_of(args[0]) if func in _WRITES else None
         found = None if value is None else self.builder.values[value]
         return found.module if found is not None and found.role is Role.BUFFER else ""
 

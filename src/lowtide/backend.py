@@ -23,6 +23,7 @@ from torch.fx.graph import _BoxedCodeGen
 from lowtide.building import GraphBuilder, tensors_in
 from lowtide.emission import Halves, Planned, emit
 from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
+from lowtide.execution import refuse_graphs_of_the_backward
 from lowtide.fitting import with_costs
 from lowtide.graph import Graph, Origin, Phase, Role, Value
 from lowtide.joining import Place, joined
@@ -235,6 +236,7 @@ class _Compiled:
         return [*results[:user], torch.empty(0, 0, len(self._step.watched) - 1), *results[user:]]
 
     def _run_backward(self, args: list[Any]) -> Any:
+        refuse_graphs_of_the_backward()
         _, plan, section = args.pop(0).shape
         if plan:
             return _backward(self._step.plans[plan - 1].sections[section])(args)

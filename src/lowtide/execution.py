@@ -8,7 +8,9 @@ forward asks which section it is, and leaves a mark for its backward.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from lowtide.gradientless import cut_off, gradientless
 from lowtide.graph import Graph
 from lowtide.schedule import Schedule
 from lowtide.sections import boxed, cut_in_two
+
+_FRAMES_TO_AUTOGRAD = 12
 
 
 class Execution:
@@ -108,6 +112,7 @@ class _PlannedGraph:
         """A callable that runs the backward of the section whose mark it is given."""
 
         def run(args: list[Any]) -> Any:
+            refuse_graphs_of_the_backward()
             _, schedule, section = args.pop(0).shape
             backward = self.planned(schedule, section).backward
             assert backward is not None, "only a forward with a backward leaves a mark"
@@ -128,3 +133,19 @@ class _PlannedGraph:
             execution = self._execution
             self._planned[key] = emit(self.halves, execution.graph, execution.schedules[schedule], section)
         return self._planned[key]
+
+
+def refuse_graphs_of_the_backward() -> None:
+    """Raise an error if the backward that runs now is to be differentiated itself.
+
+    PyTorch would refuse that too, but only when it comes to it, and without saying what to do. AOTAutograd
+    calls the backward through a function of that name then; autograd itself cannot be asked.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_AUTOGRAD):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_code.co_name == "_double_backward":
+            raise CannotApply(
+                "a planned backward cannot be differentiated (create_graph=True). Take the plan off for such "
+                "steps (lowtide.remove(model)), or compute that term with a copy of the model without a plan."
+            )

@@ -363,4 +363,10 @@ def _with_others(graph: Graph) -> Graph:
 
 
 def _solved(graph: Graph, request: _Request) -> GraphSolution:
-    return solve(graph, request.method, LOWEST if request.budget_bytes is None else request.budget_bytes)
+    if request.budget_bytes is None:
+        return solve(graph, request.method, LOWEST)
+    if not graph.device.startswith("cuda"):
+        return solve(graph, request.method, request.budget_bytes)
+    # A hundredth of what is not resident is left to CUDA's allocator, as in `StepBudget.promised_bytes`.
+    resident = sum(graph.counted_bytes(value) for value in graph.resident)
+    return solve(graph, request.method, (100 * request.budget_bytes + resident) // 101)

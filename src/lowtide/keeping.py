@@ -17,7 +17,7 @@ from collections.abc import Set as AbstractSet
 from lowtide.errors import BadRequest
 from lowtide.graph import Graph, Phase
 from lowtide.repeating import repeatable
-from lowtide.schedule import Compute, Free, Schedule, Step
+from lowtide.schedule import Schedule, in_order
 
 
 def keep_only(graph: Graph, kept: AbstractSet[int]) -> Schedule:
@@ -55,7 +55,7 @@ def keep_only(graph: Graph, kept: AbstractSet[int]) -> Schedule:
             if wanted_by[number] == op:
                 order.extend(again[number])
         order.append(op)
-    return _freeing(graph, order)
+    return in_order(graph, order)
 
 
 def forward_values(graph: Graph) -> frozenset[int]:
@@ -116,24 +116,3 @@ def _wanted(graph: Graph, parts: Sequence[Sequence[int]]) -> tuple[dict[int, int
         if all(parts[other][-1] < parts[first][0] for other in wanted_by if other != first):
             del wanted_by[first]  # the forward ends in it: it is still there
     return wanted_by, needed
-
-
-def _freeing(graph: Graph, order: Sequence[int]) -> Schedule:
-    """The ops in this order, every value freed after the last one that touches it before it is made again."""
-    last_touch: dict[int, int] = {}
-    dying: dict[int, list[int]] = {}
-    for position, number in enumerate(order):
-        op = graph.ops[number]
-        for value in op.creates:
-            if value in last_touch:
-                dying.setdefault(last_touch[value], []).append(value)
-        for value in (*op.creates, *op.reads, *op.mutates):
-            if value in graph.creator:
-                last_touch[value] = position
-    for value in last_touch.keys() - graph.outputs:
-        dying.setdefault(last_touch[value], []).append(value)
-    steps: list[Step] = []
-    for position, number in enumerate(order):
-        steps.append(Compute(number))
-        steps.extend(Free(value) for value in sorted(dying.get(position, ())))
-    return Schedule(tuple(steps))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -45,15 +45,28 @@ def straight(graph: Graph) -> Schedule:
     This is what an executor does that recomputes nothing and holds nothing longer than needed.
     Resident values and the graph's outputs are never freed.
     """
-    last_touch: dict[int, int] = dict(graph.creator)
-    for value, readers in graph.readers.items():
-        last_touch[value] = max(readers[-1], last_touch.get(value, 0))
+    return in_order(graph, range(len(graph.ops)))
+
+
+def in_order(graph: Graph, order: Sequence[int]) -> Schedule:
+    """The ops in this order, every value freed after the last one that touches it before it is made again.
+
+    Resident values are never freed, nor are the graph's outputs when they have been made for the last time.
+    """
+    last_touch: dict[int, int] = {}
     dying: dict[int, list[int]] = {}
-    for value in sorted(graph.creator):
-        if value not in graph.outputs:
-            dying.setdefault(last_touch[value], []).append(value)
+    for position, number in enumerate(order):
+        op = graph.ops[number]
+        for value in op.creates:
+            if value in last_touch:
+                dying.setdefault(last_touch[value], []).append(value)
+        for value in (*op.creates, *op.reads, *op.mutates):
+            if value in graph.creator:
+                last_touch[value] = position
+    for value in last_touch.keys() - graph.outputs:
+        dying.setdefault(last_touch[value], []).append(value)
     steps: list[Step] = []
-    for op in graph.ops:
-        steps.append(Compute(op.id))
-        steps.extend(Free(value) for value in dying.get(op.id, ()))
+    for position, number in enumerate(order):
+        steps.append(Compute(number))
+        steps.extend(Free(value) for value in sorted(dying.get(position, ())))
     return Schedule(tuple(steps))

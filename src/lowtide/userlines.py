@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 
 _OURS = str(Path(__file__).parent)
+_STANDARD = f"{Path(linecache.__file__).parent}/"
 _LIBRARIES = (str(Path(torch.__file__).parent), f"{_OURS}/", "<")
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither lowtide's (its zoo excepted) nor torch's."""
-    return filename.startswith(f"{_OURS}/zoo") or not filename.startswith(_LIBRARIES)
+    """Whether a file is neither lowtide's (its zoo excepted) nor torch's nor Python's own."""
+    is_pythons = filename.startswith(_STANDARD) and "-packages/" not in filename
+    return filename.startswith(f"{_OURS}/zoo") or not (is_pythons or filename.startswith(_LIBRARIES))
 
 
 def current_line() -> str:

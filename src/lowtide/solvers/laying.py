@@ -9,7 +9,7 @@ import numpy as np
 
 from lowtide.graph import Graph
 from lowtide.repeating import repeatable, stretches
-from lowtide.schedule import Compute, Free, Schedule, Step
+from lowtide.schedule import Schedule, in_order
 from lowtide.simulation import allocator_of
 from lowtide.solvers.compiled import is_compiling
 from lowtide.solvers.counting import count_everything, refresh
@@ -144,23 +144,7 @@ def schedule_of(graph: Graph, pairs: Iterable[Pair]) -> Schedule:
     for op, slot in sorted(pairs):
         again.setdefault(slot, []).append(op)
     order = [op for slot in range(len(graph.ops)) for op in (*again.get(slot, ()), slot)]
-    last_touch: dict[int, int] = {}
-    dying: dict[int, list[int]] = {}
-    for position, number in enumerate(order):
-        op = graph.ops[number]
-        for value in op.creates:
-            if value in last_touch:
-                dying.setdefault(last_touch[value], []).append(value)
-        for value in (*op.creates, *op.reads, *op.mutates):
-            if value in graph.creator:
-                last_touch[value] = position
-    for value in last_touch.keys() - graph.outputs:
-        dying.setdefault(last_touch[value], []).append(value)
-    steps: list[Step] = []
-    for position, number in enumerate(order):
-        steps.append(Compute(number))
-        steps.extend(Free(value) for value in sorted(dying.get(position, ())))
-    return Schedule(tuple(steps))
+    return in_order(graph, order)
 
 
 def _rows(rows: Sequence[Sequence[int]]) -> tuple[Numbers, Numbers]:

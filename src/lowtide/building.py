@@ -133,6 +133,7 @@ class GraphBuilder:
         self.notes: dict[str, None] = {}
         self._tensor_ids: dict[tuple[object, ...], int] = {}
         self._value_ids: dict[int, int] = {}  # live storage -> value
+        self.results: dict[str, int] = {}
 
     def value_of(self, tensor: torch.Tensor) -> int | None:
         """The value behind `tensor`, or None if its storage has not been seen."""
@@ -165,6 +166,10 @@ class GraphBuilder:
         """Take over a value from another builder, under a new id."""
         self._value_ids[int(storage._cdata)] = len(self.values)
         self.values.append(replace(value, id=len(self.values)))
+
+    def add_result(self, name: str, tensor: torch.Tensor) -> None:
+        """`tensor` is what the step hands back under this name."""
+        self.results[name] = self._tensor(tensor)
 
     def set_role(self, value: int, role: Role, name: str, module: str) -> None:
         """What a value turned out to be, once more of the step was seen."""
@@ -231,6 +236,7 @@ class GraphBuilder:
             values=tuple(self.values),
             tensors=tuple(self.tensors),
             outputs=frozenset(outputs),
+            results=tuple(self.results.items()),
             notes=tuple(self.notes),
         )
 

@@ -8,7 +8,6 @@ the next, in either direction, is known by its storage, and what runs between gr
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,23 +19,23 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
+from torch.utils._pytree import tree_leaves
 
 from lowtide.building import GraphBuilder
 from lowtide.errors import BadRequest, CannotCapture, LowtideError
 from lowtide.faking import Resident, Twins, faked, stage
 from lowtide.graph import Graph, Op, Origin, Phase, Role
+from lowtide.inputs import criteria, over, replaced
 from lowtide.recording import Recorder, Spot
 from lowtide.rules import cuda_rules
 from lowtide.sections import OUTSIDE, Eagerly, Modules, Sections, dynamo
-from lowtide.training import NOTHING_TO_TRAIN, Example, arguments, carried_loss
+from lowtide.training import NOTHING_TO_TRAIN, Example, carried_loss
 from lowtide.userlines import current_line, described, is_users, line_of
 
 aten = torch.ops.aten
 _WRITES = (aten.copy_.default, aten.add_.Tensor)  # how captured graphs update buffers
 Loss = Callable[[Any], torch.Tensor]
 _Run = Callable[[Any, nn.Module, Loss | None, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
-Twin = Callable[[torch.Tensor, str], torch.Tensor]  # the fake of a tensor, given its name
 
 
 def capture(
@@ -114,11 +113,11 @@ def _capture(
         recorder = _GraphRecorder(builder, twins, model, assumptions)
         with (
             dynamo(assumptions),
-            faked(twins, [model, *_criteria(loss, model)], None),
-            _over_fakes(recorder.batch, loss) as loss_of_fakes,
+            faked(twins, [model, *criteria(loss, model)], None),
+            over(recorder.batch, loss) as loss_of_fakes,
             cuda_rules() if builder.relabel else nullcontext(),
         ):
-            args, kwargs = _fake_arguments(recorder.batch, model, example)
+            args, kwargs = replaced(recorder.batch, model, example)
             with twins.mode, recorder:
                 return _recorded(recorder, model, loss_of_fakes, args, kwargs, run)
 
@@ -138,7 +137,7 @@ def _recorded(
     tangents = recorder.tangents(roots)
     with _explained():
         torch.autograd.backward(roots, tangents)
-    graph = recorder.finish()
+    graph = recorder.finish(roots)
     del kept
     return graph
 
@@ -263,77 +262,23 @@ class _GraphRecorder(Recorder):
 
     # The graph ----------------------------------------------------------------------------------------
 
-    def finish(self) -> Graph:
+    def finish(self, roots: Sequence[torch.Tensor]) -> Graph:
         """The graph of the step, which has just ended: whatever is alive now outlives it."""
         self.sections.note_breaks()
         if not self.sections.count:
             why = "; ".join(self.sections.notes) or "is it disabled (TORCH_COMPILE_DISABLE)?"
             raise CannotCapture(f"Dynamo captured nothing: {why}")
+        for position, root in enumerate(roots):
+            self.builder.add_result("loss" if root.numel() == 1 else f"output {position}", root)
         for leaf in self._leaves:
+            if leaf.fake.grad is not None:
+                self.builder.add_result(f"{leaf.name}.grad", leaf.fake.grad)
             gradient = None if leaf.fake.grad is None else self.builder.value_of(leaf.fake.grad)
             if gradient is not None and self.builder.values[gradient].role is Role.INTERMEDIATE:
                 self.builder.set_role(gradient, Role.GRADIENT, f"{leaf.name}.grad", leaf.module)
         self.builder.notes.update(self.sections.notes)
         graph = self.builder.finish(value for _, value in self.alive())
         return replace(graph, assumptions=tuple(self.sections.found_gradientless()))
-
-
-# Inputs -----------------------------------------------------------------------------------------------
-
-
-def _fake_arguments(twin: Twin, model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = arguments(example)
-    names = list(inspect.signature(model.forward).parameters)
-    names += [f"argument {position}" for position in range(len(names), len(args))]
-    return (
-        tuple(_faked(twin, thing, name) for thing, name in zip(args, names, strict=False)),
-        {key: _faked(twin, thing, str(key)) for key, thing in kwargs.items()},
-    )
-
-
-def _faked(twin: Twin, tree: Any, name: str) -> Any:
-    """`tree` with fakes in place of its tensors, which are part of the batch."""
-    return tree_map_with_path(
-        lambda path, leaf: twin(leaf, name + keystr(path)) if isinstance(leaf, torch.Tensor) else leaf, tree
-    )
-
-
-def _captives(loss: Any) -> list[Any]:
-    """What a loss closes over."""
-    if isinstance(loss, partial):
-        return [*loss.args, *loss.keywords.values(), *_captives(loss.func)]
-    return [cell.cell_contents for cell in getattr(loss, "__closure__", None) or ()]
-
-
-def _criteria(loss: Any, model: nn.Module) -> list[nn.Module]:
-    """Modules that the loss is or uses, and that are no part of the model."""
-    own = set(map(id, model.modules()))
-    found = (thing for thing in (loss, *_captives(loss)) if isinstance(thing, nn.Module))
-    return [module for module in found if id(module) not in own]
-
-
-@contextmanager
-def _over_fakes(twin: Twin, loss: Any) -> Iterator[Any]:
-    """`loss` with fakes in place of the tensors it closes over."""
-    if isinstance(loss, partial):
-        with _over_fakes(twin, loss.func) as func:
-            args = [_faked(twin, thing, "target") for thing in loss.args]
-            keywords = {key: _faked(twin, thing, key) for key, thing in loss.keywords.items()}
-            yield partial(func, *args, **keywords)
-        return
-    names = getattr(getattr(loss, "__code__", None), "co_freevars", ())
-    cells = [
-        (cell, cell.cell_contents, name)
-        for cell, name in zip(getattr(loss, "__closure__", None) or (), names, strict=True)
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(cell.cell_contents))
-    ]
-    try:
-        for cell, contents, name in cells:
-            cell.cell_contents = _faked(twin, contents, name)
-        yield loss
-    finally:
-        for cell, contents, _ in cells:
-            cell.cell_contents = contents
 
 
 # Outputs ----------------------------------------------------------------------------------------------

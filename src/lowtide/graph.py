@@ -26,6 +26,7 @@ class Origin(StrEnum):
 
     EAGER = "eager"  # what the user's step does as it is written, seen by a dry run
     JOINT = "joint"  # forward and backward as AOTAutograd captured them: may be rearranged
+    EXPRESSION = "expression"  # drawn up by hand, from expressions: may be rearranged
 
 
 class Phase(StrEnum):
@@ -144,7 +145,8 @@ class Graph:
     """A training step on one device: ops in the order in which they first ran.
 
     `device` is where memory is counted; values elsewhere are listed but weigh nothing.
-    `outputs` are the values that outlive the step (the loss, new gradients, …).
+    `outputs` are the values that outlive the step (the loss, new gradients, …). `results` say how the user
+    sees them: the loss or outputs and the gradients, by name, as tensors.
     `notes` say in words what the graph does not know, such as a tensor's value that had to be guessed.
     `assumptions` are what was found to be so whatever the batch, and was taken for granted in capturing:
     running the graph has to do the same.
@@ -157,6 +159,7 @@ class Graph:
     values: tuple[Value, ...]
     tensors: tuple[Tensor, ...]
     outputs: frozenset[int] = frozenset()
+    results: tuple[tuple[str, int], ...] = ()
     profiled_on: str | None = None
     notes: tuple[str, ...] = field(default=())
     assumptions: tuple[str, ...] = field(default=())

@@ -53,6 +53,11 @@ def joined(parts: Sequence[Graph], links: Mapping[Place, Place]) -> Graph:
             outputs=frozenset(
                 number[part, value] for part, graph in enumerate(parts) for value in graph.outputs
             ),
+            results=tuple(
+                (name, tensor + offsets[part])
+                for part, graph in enumerate(parts)
+                for name, tensor in graph.results
+            ),
             notes=tuple(dict.fromkeys(note for graph in parts for note in graph.notes)),
         )
     )

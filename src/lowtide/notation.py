@@ -25,6 +25,7 @@ def graph_to_json(graph: Graph) -> Json:
         "notes": list(graph.notes),
         "assumptions": list(graph.assumptions),
         "outputs": [*sorted(graph.outputs)],
+        "results": [[name, tensor] for name, tensor in graph.results],
         "values": [
             {
                 "bytes": value.bytes,
@@ -94,6 +95,7 @@ def graph_from_json(json_graph: Reader) -> Graph:
         notes=json_graph["notes"].many(lambda note: note.of(str)),
         assumptions=json_graph["assumptions"].many(lambda assumption: assumption.of(str)),
         outputs=frozenset(json_graph["outputs"].ints()),
+        results=json_graph["results"].many(_result_from_json),
         values=tuple(_numbered(json_graph["values"], _value_from_json)),
         tensors=tuple(_numbered(json_graph["tensors"], _tensor_from_json)),
         ops=tuple(_numbered(json_graph["ops"], _op_from_json)),
@@ -121,6 +123,13 @@ def _tensor_from_json(position: int, entry: Reader) -> Tensor:
         raise Unexpected(f"{entry.where} should have 5 fields, found {len(fields)}")
     value, shape, stride, offset, dtype = fields
     return Tensor(position, value.of(int), shape.ints(), stride.ints(), offset.of(int), dtype.of(str))
+
+
+def _result_from_json(entry: Reader) -> tuple[str, int]:
+    fields = entry.many(lambda field: field)
+    if len(fields) != 2:
+        raise Unexpected(f"{entry.where} should be a name and a tensor, found {len(fields)} fields")
+    return fields[0].of(str), fields[1].of(int)
 
 
 def _op_from_json(position: int, entry: Reader) -> Op:

@@ -36,6 +36,9 @@ def validate(graph: Graph) -> Graph:
     for value in graph.outputs:
         if not 0 <= value < len(graph.values):
             raise MalformedGraph(f"the graph's outputs name value {value}, which is not in the graph")
+    for name, tensor in graph.results:
+        if not 0 <= tensor < len(graph.tensors):
+            raise MalformedGraph(f"the graph's result '{name}' is tensor {tensor}, which is not in the graph")
     return graph
 
 

@@ -4,14 +4,20 @@
     ├── BadRequest            what was asked makes no sense; says why and what to do instead
     │   ├── UnknownModel      no model of that name; carries the nearest names
     │   ├── UnknownMethod     no method of that name; carries the nearest names
+    │   ├── UnknownFunction   no function of that name in an expression; carries the nearest names
+    │   ├── ShapeMismatch     shapes in an expression do not go together; names both
+    │   ├── NotDifferentiable there is no derivative of an op; names it and says why
     │   ├── InfeasibleBudget  no plan fits; carries the least that would, and who needs it
+    │   ├── ArenaTooSmall     a layout does not fit in the arena; carries what would, and who needs it
     │   └── DeviceMissing     measuring or profiling was asked for on a device that is not there
     ├── MalformedGraph        a graph breaks its own rules; names the op
     ├── IllegalSchedule       a schedule the referee refuses; names the step and the op
+    ├── IllegalLayout         a layout the referee refuses; names both values, the op and the bytes
     ├── BadFile               a file is damaged, cut off, foreign or of another schema
     ├── CannotCapture         the model cannot be captured; names the user's line
     ├── CannotTrace           the dry run cannot follow the step; names the user's line
     ├── CannotApply           a plan does not fit the model, or the model cannot be recomputed
+    ├── CannotRun             a graph has an op that cannot be called; names it
     └── MissingExtra          an optional dependency is needed; says what to install
 
 The command line turns each of these into one message and exit code 2. Anything else is a bug and
@@ -21,7 +27,7 @@ shows its traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class LowtideError(Exception):
@@ -57,6 +63,37 @@ class UnknownMethod(BadRequest):
         super().__init__(f"there is no method called '{name}'.{hint} There are: {', '.join(self.known)}.")
 
 
+class UnknownFunction(BadRequest):
+    """No function of expressions goes by this name."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        self.nearest = tuple(difflib.get_close_matches(name, self.known, n=3, cutoff=0.5))
+        hint = f" Did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
+        super().__init__(f"there is no function called '{name}'.{hint} There are: {', '.join(self.known)}.")
+
+
+class ShapeMismatch(BadRequest):
+    """Shapes that an op cannot take together."""
+
+    def __init__(self, function: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        self.function = function
+        self.shapes = tuple(shapes)
+        found = " and ".join(f"{name} is {shape}" for name, shape in self.shapes)
+        super().__init__(f"{function}: these shapes do not go together: {found}. Give other shapes.")
+
+
+class NotDifferentiable(BadRequest):
+    """The gradient asked for goes through an op that has no derivative."""
+
+    def __init__(self, op: int, label: str, reason: str, advice: str) -> None:
+        self.op = op
+        self.label = label
+        self.reason = reason
+        super().__init__(f"cannot differentiate op {op} ({label}): {reason}. {advice}")
+
+
 class InfeasibleBudget(BadRequest):
     """No plan that the method can make stays within the budget."""
 
@@ -80,6 +117,37 @@ class InfeasibleBudget(BadRequest):
         )
 
 
+class ArenaTooSmall(BadRequest):
+    """No layout that the method can make stays within the arena."""
+
+    def __init__(
+        self,
+        method: str,
+        asked_bytes: int,
+        needed_bytes: int,
+        lower_bound_bytes: int,
+        fullest_op: str,
+        unplaced: str,
+    ) -> None:
+        self.method = method
+        self.asked_bytes = asked_bytes
+        self.needed_bytes = needed_bytes
+        self.lower_bound_bytes = lower_bound_bytes
+        self.fullest_op = fullest_op
+        self.unplaced = unplaced
+        below = asked_bytes < lower_bound_bytes
+        advice = (
+            "Recompute more, shrink the batch, or give a larger arena."
+            if below
+            else "Give an arena of that size, or try another method."
+        )
+        super().__init__(
+            f"no layout of {method} fits in an arena of {asked_bytes} bytes: it needs {needed_bytes}, and no "
+            f"layout less than {lower_bound_bytes}, which is live at once at {fullest_op}. The first value "
+            f"to stick out is {unplaced}. {advice}"
+        )
+
+
 class DeviceMissing(BadRequest):
     """The device is not on this machine."""
 
@@ -97,6 +165,10 @@ class MalformedGraph(LowtideError):
 
 class IllegalSchedule(LowtideError):
     """A schedule cannot be executed as written."""
+
+
+class IllegalLayout(LowtideError):
+    """A layout would let values overwrite each other, or has no place for one."""
 
 
 class BadFile(LowtideError):
@@ -118,6 +190,10 @@ class CannotTrace(LowtideError):
 
 class CannotApply(LowtideError):
     """A plan was made for another model or batch, or a part of the model cannot be run twice."""
+
+
+class CannotRun(LowtideError):
+    """A graph has an op that cannot be called on its own."""
 
 
 class MissingExtra(LowtideError):

@@ -13,35 +13,48 @@ from lowtide._version import __version__
 
 if TYPE_CHECKING:
     from lowtide.applying import apply, remove
+    from lowtide.arena import ArenaReport, ArenaStep, in_arena
+    from lowtide.autodiff import Extended, forward_part, gradient
     from lowtide.capturing import capture
     from lowtide.chain import Chain
     from lowtide.comparing import Comparison, compare
     from lowtide.cutting import Granularity
     from lowtide.errors import (
+        ArenaTooSmall,
         BadFile,
         BadRequest,
         CannotApply,
         CannotCapture,
+        CannotRun,
         CannotTrace,
         DeviceMissing,
+        IllegalLayout,
         IllegalSchedule,
         InfeasibleBudget,
         LowtideError,
         MalformedGraph,
         MissingExtra,
+        NotDifferentiable,
+        ShapeMismatch,
+        UnknownFunction,
         UnknownMethod,
         UnknownModel,
     )
+    from lowtide.executor import Executor, evaluate
     from lowtide.files import load_graph, load_solution, save_graph, save_solution
     from lowtide.fitting import Fit, fit
     from lowtide.graph import Graph, Op, Origin, Phase, Role, Tensor, Value
+    from lowtide.layout import Layout, lay_out
     from lowtide.measurement import Reading, measure
+    from lowtide.memories import Memory
+    from lowtide.normalising import normalise_from_output
     from lowtide.planning import Rehearsal, optimize, plan
     from lowtide.plans import Plan, Segment
     from lowtide.profiling import profile
     from lowtide.savedvalues import Saved
     from lowtide.saving import saved
     from lowtide.schedule import Compute, Free, Schedule, straight
+    from lowtide.sharing import Sharing, share
     from lowtide.simulation import Allocator, Category, Timeline, simulate
     from lowtide.solution import Confirmation, GraphSolution, Solution, Status
     from lowtide.solvers.frontier import frontier
@@ -52,10 +65,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Allocator",
+    "ArenaReport",
+    "ArenaStep",
+    "ArenaTooSmall",
     "BadFile",
     "BadRequest",
     "CannotApply",
     "CannotCapture",
+    "CannotRun",
     "CannotTrace",
     "Category",
     "Chain",
@@ -63,16 +80,22 @@ __all__ = [
     "Compute",
     "Confirmation",
     "DeviceMissing",
+    "Executor",
+    "Extended",
     "Fit",
     "Free",
     "Granularity",
     "Graph",
     "GraphSolution",
+    "IllegalLayout",
     "IllegalSchedule",
     "InfeasibleBudget",
+    "Layout",
     "LowtideError",
     "MalformedGraph",
+    "Memory",
     "MissingExtra",
+    "NotDifferentiable",
     "Op",
     "Origin",
     "Phase",
@@ -83,11 +106,14 @@ __all__ = [
     "Saved",
     "Schedule",
     "Segment",
+    "ShapeMismatch",
+    "Sharing",
     "Solution",
     "Status",
     "Tensor",
     "Timeline",
     "Trace",
+    "UnknownFunction",
     "UnknownMethod",
     "UnknownModel",
     "Value",
@@ -96,13 +122,19 @@ __all__ = [
     "capture",
     "compare",
     "dry_run",
+    "evaluate",
     "fit",
     "format_bytes",
+    "forward_part",
     "frontier",
+    "gradient",
+    "in_arena",
+    "lay_out",
     "load_graph",
     "load_solution",
     "measure",
     "methods",
+    "normalise_from_output",
     "optimize",
     "parse_bytes",
     "plan",
@@ -112,6 +144,7 @@ __all__ = [
     "save_solution",
     "saved",
     "schedulers",
+    "share",
     "simulate",
     "solve",
     "straight",
@@ -121,35 +154,48 @@ __all__ = [
 # Modules are named by nouns: a function called like its module would be hidden by it once imported.
 _NAMES_OF_MODULE = {
     "applying": ("apply", "remove"),
+    "arena": ("ArenaReport", "ArenaStep", "in_arena"),
+    "autodiff": ("Extended", "forward_part", "gradient"),
     "capturing": ("capture",),
     "chain": ("Chain",),
     "comparing": ("Comparison", "compare"),
     "cutting": ("Granularity",),
     "errors": (
+        "ArenaTooSmall",
         "BadFile",
         "BadRequest",
         "CannotApply",
         "CannotCapture",
+        "CannotRun",
         "CannotTrace",
         "DeviceMissing",
+        "IllegalLayout",
         "IllegalSchedule",
         "InfeasibleBudget",
         "LowtideError",
         "MalformedGraph",
         "MissingExtra",
+        "NotDifferentiable",
+        "ShapeMismatch",
+        "UnknownFunction",
         "UnknownMethod",
         "UnknownModel",
     ),
+    "executor": ("Executor", "evaluate"),
     "files": ("load_graph", "load_solution", "save_graph", "save_solution"),
     "fitting": ("Fit", "fit"),
     "graph": ("Graph", "Op", "Origin", "Phase", "Role", "Tensor", "Value"),
+    "layout": ("Layout", "lay_out"),
     "measurement": ("Reading", "measure"),
+    "memories": ("Memory",),
+    "normalising": ("normalise_from_output",),
     "planning": ("Rehearsal", "optimize", "plan"),
     "plans": ("Plan", "Segment"),
     "profiling": ("profile",),
     "savedvalues": ("Saved",),
     "saving": ("saved",),
     "schedule": ("Compute", "Free", "Schedule", "straight"),
+    "sharing": ("Sharing", "share"),
     "simulation": ("Allocator", "Category", "Timeline", "simulate"),
     "solution": ("Confirmation", "GraphSolution", "Solution", "Status"),
     "solvers.frontier": ("frontier",),

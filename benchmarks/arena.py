@@ -123,6 +123,7 @@ class Trial:
         self.name = name
         self.made = made
         self.where = torch.device(device())
+        self.buffers = {name: buffer.clone() for name, buffer in made.model.named_buffers()}
 
     @cached_property
     def budget(self) -> StepBudget:
@@ -141,15 +142,17 @@ class Trial:
         return [name for name, tensor in self.expected.items() if not torch.equal(tensor, again[name])]
 
     def eager_step(self) -> dict[str, torch.Tensor]:
-        """Gradients and buffers after a step that leaves the buffers as they were."""
-        self.made.model.zero_grad(set_to_none=True)
-        buffers = {name: buffer.clone() for name, buffer in self.made.model.named_buffers()}
-        torch.manual_seed(SEED)
+        """Gradients and buffers after one step."""
+        self.start_again()
         training_step(self.made.model, self.made.example, self.made.loss)()
-        found = self.made_by_step()
+        return self.made_by_step()
+
+    def start_again(self) -> None:
+        """As before the first step: no gradients, buffers and random numbers as they were."""
+        self.made.model.zero_grad(set_to_none=True)
         for name, buffer in self.made.model.named_buffers():
-            buffer.copy_(buffers[name])
-        return found
+            buffer.copy_(self.buffers[name])
+        torch.manual_seed(SEED)
 
     def made_by_step(self) -> dict[str, torch.Tensor]:
         """The gradients and buffers as they are now, on the CPU."""
@@ -195,18 +198,14 @@ class Trial:
         self.clean_up()
         graph = self.budget.graph
         schedule: Schedule = straight(graph) if wanted is None else self.budget.solve("auto", wanted).schedule
-        buffers = {name: buffer.clone() for name, buffer in self.made.model.named_buffers()}
         started = time.perf_counter()
         inputs = named_inputs(self.made.model, self.made.example, self.made.loss)
         step = ArenaStep(self.made.model, graph, schedule, inputs, memory)
         planning_seconds = time.perf_counter() - started
-        torch.manual_seed(SEED)
+        self.start_again()
         step()
         found = self.made_by_step()
         unequal = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
-        for name, buffer in self.made.model.named_buffers():
-            buffer.copy_(buffers[name])
-        del buffers
         if recorded:
             self.made.model.zero_grad(set_to_none=True)
             step.record()

@@ -9,6 +9,7 @@ from typing import Any
 from lowtide.documents import write_text
 
 Row = dict[str, Any]
+NOT_PREDICTED = ("naive", "pool", "static, recorded")
 
 
 def report(document: dict[str, Any], output: Path | None) -> None:
@@ -32,8 +33,9 @@ def _head(machine: dict[str, str]) -> str:
         "was there), *reserved* the most that the caching allocator took from the device, *grows* how much "
         "that rose over 7 steps after 3 to warm up, *allocations* how often the allocator was asked in one "
         "step. *Predicted* is resident + arena + extras for static memory, and the referee's peak otherwise. "
-        "*Unequal* counts gradients and buffers that differ from an eager step's in any bit, less those that "
-        "differ between two eager steps."
+        "*Unequal* counts gradients that differ from an eager step's in any bit, less those that differ "
+        "between two eager steps, which *unstable* counts. A recorded step's extras are in a pool of its "
+        "own, which counts as reserved only."
     )
 
 
@@ -41,14 +43,16 @@ def _held(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         if "error" in row:
-            lines.append([row["label"], f"failed: {row['error'].splitlines()[0][:90]}", *[""] * 7])
+            lines.append([row["label"], _reason(row), *[""] * 7])
             continue
         held = row.get("held_bytes", row.get("growth_bytes", 0) + row.get("kept_bytes", 0))
-        predicted = row.get("predicted_bytes")
+        predicted = row.get("predicted_bytes") if row["label"] not in NOT_PREDICTED else None
         if predicted is not None and "held_bytes" not in row:
             predicted -= row["predicted_resident_bytes"]
         error = "" if predicted is None else f"{100 * (predicted - held) / held:+.2f} %"
-        unequal = "" if "unequal" not in row else str(len(set(row["unequal"]) - set(row["unstable"])))
+        differ = {name for name in row.get("unequal", ()) if name.endswith(".grad")}
+        unstable = row.get("unstable", ())
+        unequal = f"{len(differ - set(unstable))} ({len(unstable)})" if "unequal" in row else ""
         reserved = _mib(row["reserved_bytes"]) if "reserved_bytes" in row else ""
         grown = _mib(row["grown_bytes"]) if "grown_bytes" in row else ""
         lines.append(
@@ -64,7 +68,9 @@ def _held(rows: Sequence[Row]) -> str:
                 unequal,
             ]
         )
-    heads = "way | held MiB | predicted | error | reserved MiB | grows | allocations | ms | unequal"
+    heads = (
+        "way | held MiB | predicted | error | reserved MiB | grows | allocations | ms | unequal (unstable)"
+    )
     return _table(heads.split(" | "), lines)
 
 
@@ -108,6 +114,10 @@ def _moves(rows: Sequence[Row]) -> str:
         f"one op takes at most {_mib(static['extra_bytes'])} MiB."
     )
     return made + "\n\n" + _table(["results are", "ops", "MiB", "by"], lines)
+
+
+def _reason(row: Row) -> str:
+    return "does not fit" if row["failure"] == "InfeasibleBudget" else f"failed: {row['failure']}"
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -19,7 +19,7 @@ from lowtide import capture
 from lowtide import expressions as ex
 from lowtide.autodiff import Extended, forward_part, gradient
 from lowtide.errors import BadRequest, NotDifferentiable
-from lowtide.executor import evaluate
+from lowtide.executor import Executor, evaluate
 from lowtide.expressions import graph_of, var
 from lowtide.graph import Graph, Phase, Ref, Role
 from lowtide.growing import Growing
@@ -27,6 +27,8 @@ from lowtide.lessons import two_layer_mlp
 from lowtide.parsing import parse
 from lowtide.schedule import straight
 from lowtide.simulation import simulate
+from lowtide.solution import GraphSolution
+from lowtide.solvers import solve
 from lowtide.zoo import Sizes, workload
 
 close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -271,6 +273,16 @@ def test_the_forward_part_of_a_capture_is_the_forward_alone() -> None:
     assert forward_part(front) == front
 
 
+def test_parameters_that_the_forward_does_not_use_stay() -> None:
+    growing = Growing(gradient(graph_of(*parse("y = exp(x)")), "y", ["x"]).graph)
+    growing.resident("spare", (3,), role=Role.PARAMETER)
+    growing.resident("tangent", ())
+    front = forward_part(growing.finish())
+    assert [value.name for value in front.values] == ["x", "y", "spare"]
+    assert [tensor.shape for tensor in front.tensors] == [(), (), (3,)]
+    assert front.results == (("y", 1),)
+
+
 def test_the_network_of_two_layers_has_autograds_gradients() -> None:
     graph, loss, parameters = two_layer_mlp(batch=4, width=6, classes=3)
     more = gradient(graph, loss, parameters)
@@ -442,6 +454,19 @@ def test_numbers_that_only_give_their_shape_are_passed_over() -> None:
     assert mine.tolist() == [1.0] * 4
 
 
+def test_a_value_may_be_overwritten_before_it_is_used() -> None:
+    def earlier(a: Tensor, b: Tensor) -> Tensor:
+        b.add_(1)
+        return (a * b).sum()
+
+    graph = drawn(earlier, [torch.ones(3), torch.ones(3)])
+    more = gradient(graph.graph, graph.output, graph.inputs[:1])
+    (mine,) = numbers(more.graph, [torch.ones(3), torch.ones(3)], more.gradients)
+    assert mine.tolist() == [2.0] * 3
+    with pytest.raises(NotDifferentiable, match=r"op 0 \(aten\.add_\): it overwrites 'x1'"):
+        gradient(graph.graph, graph.output, graph.inputs)
+
+
 def test_values_that_are_overwritten_are_noticed() -> None:
     x = torch.randn(4)
     changed = drawn(lambda a: (a * 1).relu_().sum(), [x])
@@ -459,3 +484,17 @@ def test_values_that_are_overwritten_are_noticed() -> None:
     with pytest.raises(NotDifferentiable, match=message):
         gradient(late.graph, late.output, late.inputs[:1])
     assert gradient(late.graph, late.output, late.inputs[1:]).gradients != (None,)
+
+
+def test_an_extended_graph_can_be_planned_and_run_as_planned() -> None:
+    a = var("a", (64,))
+    y = ex.sum(ex.sin(ex.exp(ex.sin(ex.exp(a)))))
+    extended = gradient(graph_of(y), "v5", ["a"])
+    lowest, plain = solve(extended.graph, "auto", "min"), straight(extended.graph)
+    assert isinstance(lowest, GraphSolution)
+    assert lowest.peak_bytes < simulate(extended.graph, plain).peak_bytes
+    x = torch.linspace(-1.0, 1.0, 64)
+    runs = [Executor(extended.graph, {"a": x}, schedule=order) for order in (plain, lowest.schedule)]
+    for run in runs:
+        run.run()
+    assert torch.equal(runs[0].results["a.grad"], runs[1].results["a.grad"])

@@ -70,6 +70,7 @@ CASES = {
     "pow zero": case(lambda a, b: a**0 * b, (3,), (3,)),
     "root": case(lambda a: a**0.5, (2, 3), positive=True),
     "pow of tensors": case(lambda a, b: a**b, (2, 3), (3,), positive=True),
+    "mixed types": case(lambda a: (a * a.to(torch.float64)).to(a.dtype), (2, 3)),
     "number to the": case(lambda a: 2.0**a, (2, 3)),
     "sqrt": case(torch.sqrt, (2, 3), positive=True),
     "rsqrt": case(torch.rsqrt, (2, 3), positive=True),
@@ -106,6 +107,7 @@ CASES = {
     "clone": case(lambda a: a.clone() * a, (2, 3)),
     "cast": case(lambda a: a.to(torch.float16).to(a.dtype), (2, 3)),
     "cat": case(lambda a, b: torch.cat([a, b * b, a], 1), (2, 3), (2, 1)),
+    "cat with nothing": case(lambda a: torch.cat([a.new_zeros(0), a * a], 1), (2, 3)),
     "stack": case(lambda a, b: torch.stack([a, b * b], 1), (2, 3), (2, 3)),
     "gather": case(lambda a, i: torch.gather(a * a, 1, i), (2, 5), (2, 3), classes=5),
     "softmax": case(lambda a: torch.softmax(a, 1), (2, 3, 2)),
@@ -127,6 +129,10 @@ CASES = {
     "convolution with options": case(
         lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1, groups=2), (2, 4, 6, 6), (4, 2, 3, 3), (4,),
         twice=False,
+    ),
+    "convolution with channels inside": case(
+        lambda x, w, b: F.conv2d(x.contiguous(memory_format=torch.channels_last), w, b),
+        (2, 3, 5, 5), (4, 3, 3, 3), (4,), twice=False,
     ),
     "transposed convolution": case(
         lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2), (2, 3, 4, 4), (3, 4, 2, 2), (4,), twice=False
@@ -314,6 +320,19 @@ def test_dropout_goes_back_through_its_mask() -> None:
     assert set(mine.tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
 
 
+def test_dropout_in_evaluation_changes_nothing() -> None:
+    graph = drawn(lambda a: aten.native_dropout(a, 0.25, False), [torch.ones(3)])
+    seeded, seed = with_seed(graph, graph.output)
+    more = gradient(seeded, graph.output, graph.inputs, seed=seed)
+    (mine,) = numbers(more.graph, [torch.ones(3)], more.gradients, seed=torch.arange(3.0))
+    assert mine.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_powers_of_zero_do_not_change() -> None:
+    graph = drawn(lambda a: (0.0**a).sum(), [torch.ones(3)])
+    assert gradient(graph.graph, graph.output, graph.inputs).gradients == (None,)
+
+
 def test_every_rule_is_for_a_kernel_that_there_is() -> None:
     for target in (*RULES, *CONSTANT):
         _, kernel, overload = target.split(".")
@@ -354,6 +373,23 @@ def test_a_sparse_gradient_is_refused() -> None:
     seeded, seed = with_seed(graph, graph.output)
     with pytest.raises(NotDifferentiable, match=r"its gradient is sparse\. Set sparse=False"):
         gradient(seeded, graph.output, graph.inputs[:1], seed=seed)
+
+
+def test_powers_of_a_negative_number_are_refused() -> None:
+    graph = drawn(lambda a: (-2.0) ** a, [torch.ones(2)])
+    seeded, seed = with_seed(graph, graph.output)
+    with pytest.raises(NotDifferentiable, match=r"powers of -2\.0 are mostly not real numbers"):
+        gradient(seeded, graph.output, graph.inputs, seed=seed)
+
+
+def test_the_backward_of_an_embedding_with_padding_is_refused() -> None:
+    graph = drawn(lambda w, i: F.embedding(i, w, padding_idx=0), [torch.randn(5, 2), torch.tensor([1, 0])])
+    seeded, seed = with_seed(graph, graph.output)
+    first = gradient(seeded, graph.output, graph.inputs[:1], seed=seed)
+    assert first.gradients[0] is not None
+    weighed, weight = with_seed(first.graph, first.gradients[0], "weight")
+    with pytest.raises(NotDifferentiable, match="it leaves out a padding row or scales by frequency"):
+        gradient(weighed, first.gradients[0], ["seed"], seed=weight)
 
 
 def test_a_mask_that_would_need_a_gradient_is_refused() -> None:

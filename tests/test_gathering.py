@@ -58,6 +58,7 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "a corner": (lambda x: x[1:3, 2:4] * 2, ["mul", "full", "as_strided_scatter"]),
     "every other": (lambda x: x[::2] * 2, ["mul", "slice_backward"]),
     "repeated": (lambda x: x.unsqueeze(0).expand(5, 4, 6) * 2, ["mul", "sum"]),
+    "one of the repeated": (lambda x: x.unsqueeze(0).expand(5, 4, 6)[1:2] * 2, ["mul"]),
     "part and whole": (lambda x: x[:, :3].sum() * x, ["mul", "sum", "mul", "slice_backward", "add"]),
 }  # fmt: skip
 
@@ -76,6 +77,24 @@ def test_adjoints_come_back_through_the_ways_to_look_at_a_value(name: str) -> No
     assert torch.equal(mine, right)
     assert laid_out_otherwise(more.graph, {"x0": x.detach(), "seed": weights}) == []
     assert sorted(backward(more.graph)) == sorted([*ops, "mul"])
+
+
+def test_what_arrives_is_added_up_in_the_order_of_autograd() -> None:
+    """Three looks at a value, one of them used first and last: its gradient is complete last."""
+
+    def function(x: Tensor) -> Tensor:
+        x = x * 1
+        flat = x.view(-1)
+        first, second, third, last = flat.sin(), x.cos(), x.view(2, -1).tanh(), flat.exp()
+        return first.sum() + second.sum() + third.sum() + last.sum()
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 64)
+    graph = drawn(function, [x])
+    more = gradient(graph.graph, graph.output, graph.inputs)
+    (mine,) = numbers(more.graph, [x], more.gradients)
+    (right,) = torch.autograd.grad(function(x.requires_grad_()), x)
+    assert torch.equal(mine, right)
 
 
 def test_gradients_by_a_part_are_parts_of_the_gradient() -> None:

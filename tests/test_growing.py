@@ -56,6 +56,13 @@ def test_what_was_there_stays_as_it_was() -> None:
     assert len(after.ops) == 1
 
 
+def test_a_value_that_is_handed_over_twice_is_read_once() -> None:
+    growing = Growing(empty("row"))
+    x = growing.resident("x", (2, 2))
+    mm(growing, x, growing.transposed(x))
+    assert growing.finish().ops[0].reads == (0,)
+
+
 def test_outputs_that_are_left_out_make_no_values() -> None:
     growing = Growing(empty("row"))
     x = growing.resident("x", (2,))
@@ -177,6 +184,13 @@ def test_a_name_means_the_row_major_look_at_all_of_a_value() -> None:
     assert tensor_called(growing, "w") == Ref(2)
 
 
+def test_what_is_given_goes_before_what_is_computed() -> None:
+    growing = Growing(empty("names"))
+    x = growing.resident("add", (2,))
+    add(growing, x, 1)
+    assert tensor_called(Growing(growing.finish()), "add") == x
+
+
 def test_a_matrix_that_is_only_seen_transposed_is_found_as_it_lies_in_memory() -> None:
     growing = seen_as(((2, 3), (1, 2), 0))
     assert looks(growing, tensor_called(growing, "w")) == (0, (3, 2), (2, 1), 0)
@@ -217,9 +231,10 @@ def test_a_pointwise_kernel_lays_its_result_out_as_torch_does(data: st.DataObjec
     small = tuple(1 if data.draw(st.integers(0, 3)) == 0 else size for size in shape)
     a, b = data.draw(strided(shape)), data.draw(strided(small[data.draw(st.integers(0, len(shape))) :]))
     made = a + b
-    assert striding.pointwise(made.shape, [(a.shape, a.stride()), (b.shape, b.stride())]) == made.stride()
-    assert striding.pointwise(a.shape, [(a.shape, a.stride())]) == a.exp().stride()
-    assert striding.like(a.shape, a.stride()) == torch.empty_like(a).stride()
+    operands = [(a.shape, a.stride()), (b.shape, b.stride())]
+    assert striding.same(made.shape, striding.pointwise(made.shape, operands), made.stride())
+    assert striding.same(a.shape, striding.pointwise(a.shape, operands[:1]), a.exp().stride())
+    assert striding.same(a.shape, striding.like(a.shape, a.stride()), torch.empty_like(a).stride())
     assert striding.broadcast(a.shape, b.shape) == made.shape
 
 
@@ -274,6 +289,13 @@ def test_what_was_stretched_is_summed_to_its_old_shape(data: st.DataObject) -> N
     assert len(growing.ops) <= 1
 
 
+def test_only_what_was_stretched_is_summed() -> None:
+    growing = Growing(empty("sums"))
+    unbroadcast(growing, growing.resident("x", (4, 2, 1, 3)), (1, 1, 3))
+    (op,) = growing.ops
+    assert (op.target, op.args[1:]) == ("aten.sum.dim_IntList", ((0, 1), True))
+
+
 def test_what_is_left_of_a_shape_when_it_is_summed() -> None:
     assert reduced((2, 3, 4), (0, -1), False) == (3,)
     assert reduced((2, 3, 4), (0, -1), True) == (1, 3, 1)
@@ -297,6 +319,12 @@ def _grown(act: Callable[[Growing, Ref, Ref], object]) -> Callable[[], object]:
     [
         (lambda g, a, b: add(g, a, b), r"add: .* a is \(2, 3\) and b is \(2, 4\)\. Give other shapes"),
         (lambda g, a, b: mm(g, a, b), r"mm: .* a is \(2, 3\) and b is \(2, 4\)"),
+        (
+            lambda g, a, b: bmm(
+                g, g.unsqueezed(a, [0]), g.expanded(g.unsqueezed(g.transposed(a), [0]), (5, 3, 2))
+            ),
+            r"bmm: .* a is \(1, 2, 3\) and a is \(5, 3, 2\)",
+        ),
         (lambda g, a, b: bmm(g, a, a), r"bmm: .* a is \(2, 3\) and a is \(2, 3\)"),
         (lambda g, a, b: g.reshaped(a, (4,)), r"reshape: .* a is \(2, 3\) and the new shape is \(4,\)"),
         (lambda g, a, b: apply(g, "aten.f.default", a, b), "f: these shapes do not go together"),

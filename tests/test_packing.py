@@ -74,6 +74,11 @@ def test_best_fit_goes_by_birth_as_an_allocator_does() -> None:
     assert pack(buffers, "auto").arena_bytes == 11
 
 
+def test_apart_nothing_is_shared() -> None:
+    placement = pack(made((10, 0, 2), (5, 1, 3), (40, 2, 4)), "apart")
+    assert (placement.offsets, placement.arena_bytes, placement.proven) == ((0, 10, 15), 55, False)
+
+
 def test_tags_lie_one_above_the_other_and_grow_before_they_are_placed() -> None:
     buffers = made((10, 0, 2), (5, 1, 3), (40, 2, 4), (3, 3, 5))
     # Tag 0: 10, taken again for 40. Tag 1: 5, taken again for 3.

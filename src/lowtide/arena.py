@@ -127,6 +127,7 @@ class ArenaStep:
         schedule: Schedule,
         inputs: Mapping[str, torch.Tensor],
         memory: Memory | str = Memory.STATIC,
+        layout: Layout | None = None,
     ) -> None:
         self.model = model
         known = {graph.values[value].name for value in graph.resident}
@@ -140,7 +141,8 @@ class ArenaStep:
         if "loss" not in dict(graph.results):
             raise BadRequest("the model's output is not one number. Give a loss that makes one of it.")
         self._known = known
-        self.executor = Executor(graph, {**given, **self._owned()}, schedule=schedule, memory=memory)
+        given |= self._owned()
+        self.executor = Executor(graph, given, schedule=schedule, memory=memory, layout=layout)
 
     def __call__(self, **batch: torch.Tensor) -> torch.Tensor:
         """Run forward and backward on `batch` (what is not named stays as it was), and return the loss.

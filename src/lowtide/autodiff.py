@@ -137,11 +137,7 @@ def _seed(growing: Growing, target: Tensor, seed: int | str | None) -> Ref:
 def _differentiate(growing: Growing, op: Op, adjoints: Adjoints, depending: AbstractSet[int]) -> None:
     """Append the backward of one op, and hand its gradients on to what it read."""
     tensors = growing.tensors
-    wanted = {
-        slot: ref
-        for slot, ref in slots(op)
-        if tensors[ref.tensor].value in depending and is_float(tensors[ref.tensor].dtype)
-    }
+    wanted = {slot: ref for slot, ref in slots(op) if tensors[ref.tensor].value in depending}
     if not wanted:
         return
     rule = rule_of(op)

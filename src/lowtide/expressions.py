@@ -33,7 +33,12 @@ class Expression:
     name: str = ""
 
     def named(self, name: str) -> Expression:
-        """The same as a new expression, under a name that the graph will know its value by."""
+        """The same as a new expression, under a name that the graph will know its value by.
+
+        What has a name already keeps it, and gets this one as a result only.
+        """
+        if self.name:
+            return Expression("alias", (self,), kernels.itself, name)
         return replace(self, name=name)
 
     def __add__(self, other: Operand) -> Expression:

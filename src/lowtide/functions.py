@@ -46,6 +46,11 @@ def raised(growing: Growing, a: Operand, b: Operand) -> Ref:
     return apply(growing, f"aten.pow.{'Tensor_Tensor' if isinstance(a, Ref) else 'Scalar'}", a, b)
 
 
+def itself(growing: Growing, a: Ref) -> Ref:
+    """Nothing new: the same tensor under another name."""
+    return a
+
+
 def pointwise(kernel: str, growing: Growing, a: Ref) -> Ref:
     """A function of one operand that has a kernel of its own."""
     return unary(growing, kernel, a)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from lowtide.errors import BadRequest, ShapeMismatch
 from lowtide.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value, refs
-from lowtide.striding import Ints, contiguous, is_dense, like, overlaps, same, stretched, viewed
+from lowtide.striding import Ints, contiguous, is_dense, like, same, stretched, viewed
 from lowtide.validation import item_bytes, validate
 
 _CONTIGUOUS = Symbol("memory_format", "contiguous_format")
@@ -273,11 +273,6 @@ class Growing:
         form = dense(self.shape(tensor), self.dtype(tensor))
         layout = {"memory_format": _CONTIGUOUS}
         return self.call("aten.clone.default", [tensor], form, layout)
-
-    def repeats(self, tensor: Ref) -> bool:
-        """Whether a tensor may show an element of its value twice."""
-        old = self.tensors[tensor.tensor]
-        return overlaps(old.shape, old.stride)
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:

@@ -86,6 +86,8 @@ def _pow(site: Site) -> Iterator[Contribution]:
 @_rule("aten.pow.Scalar", needs={1: [made(0)]})
 def _pow_ofnumber(site: Site) -> Iterator[Contribution]:
     base = number(site.op.args[0])
+    if base < 0:
+        site.refuse(f"powers of {base} are mostly not real numbers", "Take powers of a positive number.")
     if base > 0:
         slope = mul(site.growing, site.made(), math.log(base))
         yield 1, mul(site.growing, site.grad, slope)

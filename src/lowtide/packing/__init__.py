@@ -1,5 +1,6 @@
 """Packing: where in an arena each buffer goes.
 
+    apart      every buffer at a place of its own: nothing is shared               O(n)
     tags       each tag of the lecture's planner at a place of its own            O(n log n)
     by-size    the largest first, each in the tightest gap                         O(n²)
     best-fit   in the order of birth, each in the tightest gap                     O(n²)
@@ -14,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lowtide.errors import UnknownMethod
 from lowtide.lifetimes import Buffer, largest_live_bytes
 from lowtide.packing.exact import smallest
@@ -21,7 +24,7 @@ from lowtide.packing.improving import by_birth, by_size, improved
 from lowtide.packing.ordered import Ints, Spans, placed_in_order
 from lowtide.packing.tagged import placed_by_tags
 
-METHODS = ("tags", "by-size", "best-fit", "auto", "exact")
+METHODS = ("apart", "tags", "by-size", "best-fit", "auto", "exact")
 _HANDFUL = 60  # buffers that auto hands to the exact method where it missed the lower bound
 _HANDFUL_NODES = 5_000
 
@@ -59,6 +62,8 @@ def pack(buffers: Sequence[Buffer], method: str = "auto") -> Placement:
 
 def _offsets(buffers: Sequence[Buffer], spans: Spans, bound: int, method: str) -> tuple[Ints, bool]:
     """The offsets by this method, and whether a search found that there are none better."""
+    if method == "apart":
+        return np.cumsum(spans.sizes) - spans.sizes, False
     if method == "tags":
         return placed_by_tags(buffers), False
     if method == "by-size":

@@ -30,7 +30,7 @@ class SolverMistake(LowtideError):
 
 def solve_graph(graph: Graph, method: GraphMethod | Scheduler, budget: str | int | None) -> GraphSolution:
     """What `method` makes of `graph`, replayed; see `lowtide.solve`."""
-    if graph.origin is not Origin.JOINT:
+    if graph.origin is Origin.EAGER:
         raise BadRequest(
             f"{graph.name} is an {graph.origin} graph: it says what a step did, and its ops cannot be "
             "rearranged. Capture the model (`lowtide.capture`) and solve that graph, or build a chain."

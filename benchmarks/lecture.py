@@ -109,7 +109,13 @@ def graph_of(chosen: argparse.Namespace, network: str, size: int, device: str) -
 
 def kept(chosen: argparse.Namespace, kind: str, graph: Graph, scheme: Scheme) -> Path:
     words = ["small"] if chosen.small else []
-    words += [*graph.name.split(), graph.device, scheme.slug, "profiled" if chosen.profile else "", kind]
+    words += [
+        *graph.name.split(),
+        graph.device.replace(":", "-"),
+        scheme.slug,
+        "profiled" if chosen.profile else "",
+        kind,
+    ]
     path: Path = chosen.cache / f"{'-'.join(filter(None, words))}.json"
     return path
 

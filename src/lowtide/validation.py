@@ -106,7 +106,7 @@ def _validate_op(graph: Graph, op: Op) -> None:
         raise MalformedGraph(f"{_named(op)} reads value {min(unseen)}, which none of its arguments look at")
     if unmade := set(op.creates) - made:
         raise MalformedGraph(f"{_named(op)} creates value {min(unmade)}, which is not among its outputs")
-    if own := set(op.updates) & {*graph.creator, *op.reads, *op.mutates}:
+    if op.updates and (own := set(op.updates) & {*graph.creator, *op.reads, *op.mutates}):
         raise MalformedGraph(
             f"{_named(op)} updates value {min(own)}, which is not resident, or which it reads or mutates too"
         )

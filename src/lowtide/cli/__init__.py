@@ -14,7 +14,7 @@ import click
 from lowtide._version import __version__
 from lowtide.errors import LowtideError
 
-_COMMANDS = ("fit", "saved", "plan", "compare", "solvers", "zoo")
+_COMMANDS = ("fit", "saved", "plan", "compare", "explain", "solvers", "zoo")
 _BAD_REQUEST = 2
 _INTERRUPTED = 130  # as shells say it; click's own 1 would read as "it does not fit"
 

@@ -8,15 +8,19 @@ import numpy as np
 
 from lowtide.cutting import is_heavy
 from lowtide.graph import Graph, Phase
+from lowtide.schedule import Compute
+from lowtide.segmenting import recursive
 from lowtide.solvers.laying import change_to, codes_in, column, slots_of
 from lowtide.solvers.moves import forget
 from lowtide.solvers.slots import Numbers, Work
 
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+PIECES = (8, 32, 128)  # an op runs again at most log₂ of this many times
 
 
 def starts(graph: Graph, work: Work) -> Iterator[Numbers]:
-    """What runs again if only products are kept, and if the forward is cut into more and more segments."""
+    """What runs again if only products are kept, if the forward is cut into more and more segments, and if it
+    is halved again and again."""
     turn = next((op.id for op in graph.ops if op.phase is not Phase.FORWARD), len(graph.ops))
     if turn == len(graph.ops):
         return
@@ -27,6 +31,26 @@ def starts(graph: Graph, work: Work) -> Iterator[Numbers]:
         change_to(work, slots, np.empty(0, np.int64))
         forget(work, slots, column([value in kept for value in range(len(work.size))]), turn)
         yield codes_in(slots)
+    for pieces in PIECES:
+        if pieces < turn // 4:
+            yield _halved(graph, pieces)
+
+
+def _halved(graph: Graph, pieces: int) -> Numbers:
+    """What runs again if the forward is halved down to so many pieces: what runs before each op in turn."""
+    codes: list[int] = []
+    waiting: list[int] = []
+    done: set[int] = set()
+    for step in recursive(graph, pieces):
+        if not isinstance(step, Compute):
+            continue
+        if step.op in done:
+            waiting.append(step.op)
+            continue
+        done.add(step.op)
+        codes.extend(op * len(graph.ops) + step.op for op in waiting)
+        waiting.clear()
+    return np.asarray(sorted(set(codes)), np.int64)
 
 
 def _products(graph: Graph) -> frozenset[int]:

@@ -12,14 +12,18 @@ from handmade import graphs
 from lowtide.errors import BadRequest
 from lowtide.graph import Graph
 from lowtide.schedule import straight
+from lowtide.segmenting import recursive
 from lowtide.simulation import simulate
 from lowtide.solution import Status
 from lowtide.solvers import auto
 from lowtide.solvers.auto import Auto
 from lowtide.solvers.frontier import frontier
 from lowtide.solvers.graphs import extra_seconds
+from lowtide.solvers.laying import pairs_of, schedule_of, work_of
 from lowtide.solvers.registry import schedulers, solve
+from lowtide.solvers.starts import starts
 from test_evict import SECONDS, ladder, peak
+from training_graphs import Layer, joined
 
 # The referee ----------------------------------------------------------------------------------------
 
@@ -100,3 +104,13 @@ def test_along_a_frontier_peaks_fall_and_time_rises(graph: Graph) -> None:
 def test_a_frontier_of_one_point_is_refused() -> None:
     with pytest.raises(BadRequest, match="at least 2 points"):
         frontier(ladder(), points=1)
+
+
+def test_a_search_also_begins_with_halvings_as_they_are_drawn() -> None:
+    layers = [Layer((number - 1,), 1000, 1.0, saves_inputs=True) for number in range(300)]
+    graph = joined("a long chain", layers, 1000)
+    begun = {
+        simulate(graph, schedule_of(graph, pairs_of(codes, len(graph.ops)))).peak_bytes
+        for codes in starts(graph, work_of(graph))
+    }
+    assert {simulate(graph, recursive(graph, pieces)).peak_bytes for pieces in (8, 32)} <= begun

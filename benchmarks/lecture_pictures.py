@@ -77,17 +77,21 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
 
 
 def _label(axes: Axes, lines: Sequence[Line]) -> None:
-    """Name each line at its right end, moved up where names would lie on each other."""
+    """Name each line at its right end, moved where names would lie on each other or stick out at the top."""
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]
     low, high = (math.log(limit) for limit in axes.get_ylim())
-    last = -math.inf
-    for line in sorted(lines, key=lambda line: line.points[-1][1]):
-        size, value = line.points[-1]
-        place = max((math.log(value) - low) / (high - low), last + LABEL_GAP)
-        last = place
+    ordered = sorted(lines, key=lambda line: line.points[-1][1])
+    places = [(math.log(line.points[-1][1]) - low) / (high - low) for line in ordered]
+    for number in range(1, len(places)):
+        places[number] = max(places[number], places[number - 1] + LABEL_GAP)
+    ceiling = 1.0
+    for number in reversed(range(len(places))):
+        places[number] = min(places[number], ceiling)
+        ceiling = places[number] - LABEL_GAP
+    for line, place in zip(ordered, places, strict=True):
         axes.annotate(
             line.scheme,
-            (size, value),
+            line.points[-1],
             (1.02, place),
             textcoords="axes fraction",
             va="center",

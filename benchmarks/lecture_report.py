@@ -196,9 +196,14 @@ def runs(rows: Sequence[Json], network: str) -> Iterator[str]:
         return
     yield f"### {TITLES[network]}, measured"
     yield ""
-    yield "All that PyTorch's allocator held: parameters, their gradients and the batch as well."
+    yield (
+        "All that PyTorch's allocator held: parameters, their gradients and the batch as well. Planned is what "
+        "is resident and the arena; beside that, an op takes its workspace and results that have to be moved. "
+        "Seconds are the median of three steps. Steps of many small kernels wait for the processor that "
+        "launches them, so times vary."
+    )
     yield ""
-    head = [ACROSS[network], "scheme", "memory", "predicted GB", "peak GB", "reserved GB", "s a step", ""]
+    head = [ACROSS[network], "scheme", "memory", "planned GB", "peak GB", "reserved GB", "s a step", ""]
     body = [
         [
             str(row["size"]),

@@ -44,13 +44,18 @@ def measured(network: Network, graph: Graph, schedule: Schedule, memory: Memory,
     if needed_bytes > room_bytes(_where(model)):
         return _too_large(needed_bytes, model)
     inputs = named_inputs(model, network.example, None)
-    step = ArenaStep(model, graph, schedule, inputs, memory, layout)
+    try:
+        step = ArenaStep(model, graph, schedule, inputs, memory, layout)
+        prepared = time.perf_counter()
+        found = _steps(step, model)
+    except torch.OutOfMemoryError:
+        return {"predicted_bytes": needed_bytes, "skipped": "ran out of memory"}
     return {
         "memory": memory.value,
         "predicted_bytes": needed_bytes,
         "arena_bytes": step.executor.arena_bytes or None,
-        "preparing_seconds": time.perf_counter() - started,
-        **_steps(step, model),
+        "preparing_seconds": prepared - started,
+        **found,
     }
 
 

@@ -197,8 +197,8 @@ def runs(rows: Sequence[Json], network: str) -> Iterator[str]:
     yield f"### {TITLES[network]}, measured"
     yield ""
     yield (
-        "All that PyTorch's allocator held: parameters, their gradients and the batch as well. Planned is what "
-        "is resident and the arena; beside that, an op takes its workspace and results that have to be moved. "
+        "All that PyTorch's allocator held: parameters, their gradients and the batch as well. Planned is "
+        "what is resident and the arena; beside that, an op takes its workspace and results to be moved. "
         "Seconds are the median of three steps. Steps of many small kernels wait for the processor that "
         "launches them, so times vary."
     )

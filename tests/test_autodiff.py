@@ -23,7 +23,7 @@ from lowtide.executor import Executor, evaluate
 from lowtide.expressions import graph_of, var
 from lowtide.graph import Graph, Phase, Ref, Role
 from lowtide.growing import Growing
-from lowtide.lessons import two_layer_mlp
+from lowtide.classics import two_layer_mlp
 from lowtide.parsing import parse
 from lowtide.schedule import straight
 from lowtide.simulation import simulate

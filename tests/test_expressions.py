@@ -16,7 +16,7 @@ from lowtide.errors import BadRequest, MalformedGraph, ShapeMismatch, UnknownFun
 from lowtide.executor import evaluate
 from lowtide.expressions import Expression, graph_of, var
 from lowtide.graph import Graph, Origin, Phase, Role
-from lowtide.lessons import two_layer_mlp
+from lowtide.classics import two_layer_mlp
 from lowtide.parsing import parse
 
 
@@ -223,7 +223,8 @@ def test_options_of_functions_are_read() -> None:
         ("a = b; b = c; c = d * a; d = 1 * q", "depend on each other: a -> b -> c -> a"),
         ("y = 1; y = x", "'y' is defined twice"),
         ("a = b = x", "'a' is defined twice"),
-        ("exp(a", r"'exp\(a' cannot be read as an expression, at 'exp\(a'"),
+        ("exp(a", r"'exp\(a' cannot be read as an expression: '\(' was never closed, at '\(a'"),
+        ("a +", r"'a \+' cannot be read as an expression: invalid syntax, after 'a \+'"),
         ("", "there is nothing to compute"),
         ("3 + 4", r"'3 \+ 4' has no variable in it"),
         ("x ^ 2", r"'x \^ 2' is not part of an expression.* Powers are written \*\*"),

@@ -48,7 +48,7 @@ CORE = {
     "keeping",
     "layout",
     "lesson",
-    "lessons",
+    "classics",
     "lifetimes",
     "naming",
     "normalising",

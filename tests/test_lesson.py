@@ -16,7 +16,7 @@ from lowtide.excerpts import Excerpt, differentiable, extended, first_layers
 from lowtide.expressions import graph_of
 from lowtide.graph import Graph, Phase, Role
 from lowtide.lesson import Lesson, Tag, lesson_of, with_numbers
-from lowtide.lessons import two_layer_mlp
+from lowtide.classics import two_layer_mlp
 from lowtide.parsing import parse
 from lowtide.phrasing import Phrasing, distinctly_named, shape_text, short
 from lowtide.sharing import How

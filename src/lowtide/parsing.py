@@ -183,13 +183,21 @@ class _Reader:
         return ast.get_source_segment(self.text, node) or ast.unparse(node)
 
 
+def _where(error: SyntaxError | ValueError) -> str:
+    """The place that Python stumbled over, and why, if it says so."""
+    if not isinstance(error, SyntaxError) or error.text is None or error.offset is None:
+        return ""
+    before, after = error.text[: error.offset - 1].rstrip(), error.text[error.offset - 1 :].strip()
+    place = f"at '{after}'" if after else f"after '{before}'"
+    return f": {error.msg}, {place}"
+
+
 def _definitions(text: str) -> tuple[dict[str, ast.expr], list[ast.expr]]:
     """The named expressions of a text, and those without names."""
     try:
         statements = ast.parse(text.strip()).body
     except (SyntaxError, ValueError) as error:
-        where = f", at '{error.text.strip()}'" if isinstance(error, SyntaxError) and error.text else ""
-        raise BadRequest(f"'{text}' cannot be read as an expression{where}") from None
+        raise BadRequest(f"'{text}' cannot be read as an expression{_where(error)}") from None
     except (RecursionError, MemoryError):
         raise BadRequest("the expression is nested too deeply. Give its parts names of their own.") from None
     named: dict[str, ast.expr] = {}

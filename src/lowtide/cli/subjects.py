@@ -93,7 +93,7 @@ def _expression(wishes: Wishes) -> Subject:
 
 
 def _two_layers(wishes: Wishes) -> Subject:
-    from lowtide.lessons import two_layer_mlp
+    from lowtide.classics import two_layer_mlp
     from lowtide.zoo.setup import refuse_strays
 
     refuse_strays(_TWO_LAYERS, wishes.sizes, ("batch", "width", "classes"))

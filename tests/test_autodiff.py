@@ -18,12 +18,12 @@ from drawn import VARIABLES, drawn, in_python, laid_out_otherwise, numbers, text
 from lowtide import capture
 from lowtide import expressions as ex
 from lowtide.autodiff import Extended, forward_part, gradient
+from lowtide.classics import two_layer_mlp
 from lowtide.errors import BadRequest, NotDifferentiable
 from lowtide.executor import Executor, evaluate
 from lowtide.expressions import graph_of, var
 from lowtide.graph import Graph, Phase, Ref, Role
 from lowtide.growing import Growing
-from lowtide.classics import two_layer_mlp
 from lowtide.parsing import parse
 from lowtide.schedule import straight
 from lowtide.simulation import simulate

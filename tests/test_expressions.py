@@ -12,11 +12,11 @@ from torch import Tensor
 
 from drawn import VARIABLES, in_python, texts
 from lowtide import expressions as ex
+from lowtide.classics import two_layer_mlp
 from lowtide.errors import BadRequest, MalformedGraph, ShapeMismatch, UnknownFunction
 from lowtide.executor import evaluate
 from lowtide.expressions import Expression, graph_of, var
 from lowtide.graph import Graph, Origin, Phase, Role
-from lowtide.classics import two_layer_mlp
 from lowtide.parsing import parse
 
 

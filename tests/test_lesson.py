@@ -10,13 +10,13 @@ from hypothesis import given, settings
 
 from handmade import Drawing, graphs, three_layers
 from lowtide.autodiff import gradient
+from lowtide.classics import two_layer_mlp
 from lowtide.demonstrating import numbers_of, trials
 from lowtide.errors import ArenaTooSmall, BadRequest, DeviceMissing
 from lowtide.excerpts import Excerpt, differentiable, extended, first_layers
 from lowtide.expressions import graph_of
 from lowtide.graph import Graph, Phase, Role
 from lowtide.lesson import Lesson, Tag, lesson_of, with_numbers
-from lowtide.classics import two_layer_mlp
 from lowtide.parsing import parse
 from lowtide.phrasing import Phrasing, distinctly_named, shape_text, short
 from lowtide.sharing import How

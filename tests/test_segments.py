@@ -311,9 +311,7 @@ def test_the_ops_that_are_recomputed_are_those_of_the_plan(name: str) -> None:
         Plan.at([n // 3, n - 1]),
         Plan((Segment(0, n - 1, (Segment(0, n // 2),)),)),
     ]:
-        apply(work.model, solution_of(chain, plan))
-        trace = Rehearsal(work.model, work.example, work.loss, profile=False)._trace()
-        remove(work.model)
+        trace = Rehearsal(work.model, work.example, work.loss, profile=False).under(solution_of(chain, plan))
         found = Counter(op.target for op in trace.graph.ops if op.phase is Phase.RECOMPUTE)
         expected = planned_ops(rehearsal.plain, chain, plan)
         del found["aten.zeros_like.default"]  # in place of BatchNorm's statistics, which advance once

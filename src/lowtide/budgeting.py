@@ -26,7 +26,7 @@ from lowtide.solvers.graphs import LOWEST, SINGLE_OPS
 from lowtide.solvers.method import Scheduler
 from lowtide.steps import step_graph
 from lowtide.tracing import Trace
-from lowtide.training import Example, Loss, arguments
+from lowtide.training import Example, Loss, Updates, arguments
 from lowtide.units import parse_budget
 
 _TRIES = 6
@@ -39,16 +39,24 @@ class StepBudget:
     model: nn.Module
     example: Example
     loss: Loss | None = None
-    optimizer: str | None = None
+    optimizer: Updates | None = None
     accumulate: int = 1
     device: str | torch.device | None = None
     profile: bool = True
     name: str | None = None
     progress: Progress | None = None
 
+    def surrounded(self, graph: Graph) -> Graph:
+        """`graph` with what is held beside the step all the time: nothing, unless an engine holds some."""
+        return graph
+
     @cached_property
     def plain(self) -> Trace:
         """The step as the user wrote it, without a plan."""
+        return replace(self._alone, graph=self.surrounded(self._alone.graph))
+
+    @cached_property
+    def _alone(self) -> Trace:
         with set_aside(self.model):
             return trace_training(
                 self.model,
@@ -65,17 +73,18 @@ class StepBudget:
     def graph(self) -> Graph:
         """The step as it runs op by op."""
         with set_aside(self.model):
-            return step_graph(
+            graph = step_graph(
                 self.model,
                 self.example,
                 self.loss,
-                self.plain,
+                self._alone,
                 accumulate=self.accumulate,
                 device=self.device,
                 profile=self.profile,
                 name=self.name,
                 progress=self.progress,
             )
+        return self.surrounded(graph)
 
     @property
     def plain_peak_bytes(self) -> int:

@@ -27,7 +27,7 @@ from lowtide.solvers import methods as registered
 from lowtide.solvers import schedulers
 from lowtide.solvers.method import Method
 from lowtide.tracing import Trace
-from lowtide.training import arguments, build_optimizer, training_step
+from lowtide.training import arguments, optimizer_name, optimizer_of, training_step
 from lowtide.units import format_bytes, parse_budget
 
 _WARM_UP = 2  # steps before one is measured: libraries set themselves up, optimizers make their states
@@ -141,7 +141,7 @@ def compare(
     return Comparison(
         model=chain.name,
         device=graph.device,
-        optimizer=rehearsal.optimizer,
+        optimizer=optimizer_name(rehearsal.optimizer),
         layers=len(chain),
         budget_bytes=budget_bytes,
         lower_bound_bytes=plain.lower_bound_bytes,
@@ -306,8 +306,7 @@ class _Trial:
     def __init__(self, rehearsal: Rehearsal, device: torch.device) -> None:
         self.model = rehearsal.model
         self.device = device
-        name = rehearsal.optimizer
-        self.optimizer = None if name is None else build_optimizer(name, self.model, device)
+        self.optimizer = optimizer_of(rehearsal.optimizer, self.model, device)
         self.step: Callable[[], object] = training_step(
             self.model, rehearsal.example, rehearsal.loss, self.optimizer
         )

@@ -25,12 +25,17 @@ E = TypeVar("E", bound=StrEnum)
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` to `path` so that a reader sees the old file or the whole new one, never a part."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write `content` to `path`, likewise."""
     target = Path(path)
     try:
         handle, scratch = tempfile.mkstemp(dir=target.parent or ".", prefix=f".{target.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(content)
             os.chmod(scratch, 0o644)
             os.replace(scratch, target)
         except BaseException:

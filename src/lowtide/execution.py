@@ -41,7 +41,7 @@ class Execution:
         ]  # the last one is followed; forwards before it may still wait for their backward
         self._sections = 1 + max((op.section for op in graph.ops), default=-1)
         self._next = 0
-        self._compiled = 0  # how many of Dynamo's graphs
+        self._numbers: dict[int, int] = {}  # of Dynamo's graphs, by the section that each was compiled for
 
     def follow(self, schedule: Schedule) -> None:
         """From the next forward on, do as another schedule of the same graph says."""
@@ -60,8 +60,9 @@ class Execution:
             partition_fn=graph.partition,
             keep_inference_input_mutations=True,
         )
-        cut = gradientless(self.graph.assumptions, self._compiled)
-        self._compiled += 1
+        # Planning anything else empties Dynamo's caches: a graph that is compiled again keeps its number.
+        number = self._numbers.setdefault(self._next, len(self._numbers))
+        cut = gradientless(self.graph.assumptions, number)
         return cut_off(module, cut, lambda: compile_(module, inputs))
 
     def next_section(self) -> int:

@@ -19,7 +19,7 @@ from lowtide.profiling import profile as run_each_op
 from lowtide.rules import CONTEXT_BYTES, price
 from lowtide.simulation import Category
 from lowtide.tracing import Trace, dry_run
-from lowtide.training import CALLS_USERS_CODE, Example, Loss, build_optimizer, training_step
+from lowtide.training import CALLS_USERS_CODE, Example, Loss, Updates, optimizer_of, training_step
 from lowtide.units import format_bytes, parse_bytes
 from lowtide.userlines import is_users, shortened
 
@@ -207,14 +207,14 @@ def trace_training(
     example: Example,
     loss: Loss | None = None,
     *,
-    optimizer: str | None = None,
+    optimizer: Updates | None = None,
     device: str | torch.device | None = None,
     profile: bool = True,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Trace:
     """A dry run of the step that `fit` describes, with the costs of its ops if `profile`."""
-    updates = None if optimizer is None else build_optimizer(optimizer, model, device)
+    updates = optimizer_of(optimizer, model, device)
     step = training_step(model, example, loss, updates)
     with empty_gradients(model), blaming_the_users_code():
         trace = dry_run(

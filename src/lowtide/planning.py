@@ -30,8 +30,9 @@ from lowtide.solution import Confirmation, GraphSolution, Solution
 from lowtide.solvers import default_method, is_scheduler, solve
 from lowtide.solvers.graphs import LOWEST
 from lowtide.solvers.method import Method, Scheduler
+from lowtide.steps import check_accumulation
 from lowtide.tracing import Trace
-from lowtide.training import Arguments, Example, Loss, arguments
+from lowtide.training import Arguments, Example, Loss, Updates, arguments, check_optimizer
 from lowtide.units import parse_budget
 
 _TRIES = 6
@@ -48,7 +49,7 @@ class Rehearsal:
     model: nn.Module
     example: Example
     loss: Loss | None = None
-    optimizer: str | None = None
+    optimizer: Updates | None = None
     device: str | torch.device | None = None
     profile: bool = True
     name: str | None = None
@@ -60,8 +61,7 @@ class Rehearsal:
     @cached_property
     def plain(self) -> Trace:
         """The step as it is without a plan."""
-        with set_aside(self.model):
-            return self._trace()
+        return self._trace(None)
 
     def chain(
         self, granularity: str | Granularity = Granularity.LAYER, modules: Collection[str] | None = None
@@ -97,19 +97,17 @@ class Rehearsal:
         Raises:
             CannotApply: the model cannot be recomputed as planned.
         """
-        with set_aside(self.model):
-            apply_segments(self.model, solution)
-            try:
-                trace = self._trace()
-            except BadRequest as error:
-                if not isinstance(error.__cause__, CheckpointError):
-                    raise
-                raise CannotApply(
-                    "running a part of the model again does not save what it saved before: "
-                    f"{str(error.__cause__).splitlines()[0]}\n"
-                    "Something in its forward depends on more than its inputs, or a custom autograd function "
-                    "is called outside of any module: put it into one."
-                ) from error
+        try:
+            trace = self._trace(solution)
+        except BadRequest as error:
+            if not isinstance(error.__cause__, CheckpointError):
+                raise
+            raise CannotApply(
+                "running a part of the model again does not save what it saved before: "
+                f"{str(error.__cause__).splitlines()[0]}\n"
+                "Something in its forward depends on more than its inputs, or a custom autograd function "
+                "is called outside of any module: put it into one."
+            ) from error
         _refuse_changes_made_twice(trace)
         return trace
 
@@ -163,17 +161,21 @@ class Rehearsal:
             return peak_bytes
         return peak_bytes + (peak_bytes - self.plain.timeline.resident_bytes) // 100
 
-    def _trace(self) -> Trace:
-        return trace_training(
-            self.model,
-            self.example,
-            self.loss,
-            optimizer=self.optimizer,
-            device=self.device,
-            profile=self.profile,
-            name=self.name,
-            progress=self.progress,
-        )
+    def _trace(self, solution: Solution | None) -> Trace:
+        """A dry run of the step under a plan, or of the plain one."""
+        with set_aside(self.model):
+            if solution is not None:
+                apply_segments(self.model, solution)
+            return trace_training(
+                self.model,
+                self.example,
+                self.loss,
+                optimizer=self.optimizer,
+                device=self.device,
+                profile=self.profile,
+                name=self.name,
+                progress=self.progress,
+            )
 
 
 def plan(
@@ -183,7 +185,7 @@ def plan(
     budget: str | int | None = None,
     method: str | Method | Scheduler | None = None,
     loss: Loss | None = None,
-    optimizer: str | None = None,
+    optimizer: Updates | None = None,
     accumulate: int = 1,
     granularity: str | Granularity = Granularity.LAYER,
     modules: Collection[str] | None = None,
@@ -228,55 +230,57 @@ def plan(
 
 def optimize(
     model: Model,
-    example: Example,
+    example: Example | None = None,
     *,
     budget: str | int | None = None,
     method: str | Method | Scheduler | None = None,
     loss: Loss | None = None,
-    optimizer: str | None = None,
+    optimizer: Updates | None = None,
     accumulate: int = 1,
     on_new_shape: str = "plan",
     granularity: str | Granularity = Granularity.LAYER,
     modules: Collection[str] | None = None,
     device: str | torch.device | None = None,
     profile: bool = True,
+    progress: Progress | None = None,
 ) -> Model:
     """Plan and apply at once: `model` itself, now within the budget when it trains.
+
+    Without an `example` nothing is planned yet: the first inputs that the model meets in training mode, with
+    gradients on, are planned for then, and nobody has to look into a data loader before it is used.
 
     Inputs of another shape than `example`, and other numbers or words among the model's arguments, are
     planned for when they are met first, under the same budget (a warning says so once), and remembered;
     with `on_new_shape="error"` they are refused. A budget given as a part of the plain peak stays the
-    number of bytes that it meant for `example`. `loss` has to work with any of these inputs, so labels
-    belong among the model's arguments, or into a loss that finds those of its batch. The other arguments
-    are as in `lowtide.plan`.
+    number of bytes that it meant for the first inputs. `loss` has to work with any of these inputs, so
+    labels belong among the model's arguments, or into a loss that finds those of its batch. The other
+    arguments are as in `lowtide.plan`.
 
     Raises:
-        InfeasibleBudget: no plan of this method fits; for new inputs, when they are met.
+        InfeasibleBudget: no plan of this method fits; for inputs that are met later, when they are met.
         CannotApply, CannotCapture, BadRequest, CannotTrace: as in `lowtide.plan`.
     """
     if on_new_shape not in ON_NEW_SHAPE:
         raise BadRequest(f"on_new_shape is {on_new_shape!r}; it is one of {', '.join(ON_NEW_SHAPE)}.")
+    check_optimizer(optimizer)
+    if budget is not None and budget != LOWEST:
+        parse_budget(budget, 1)  # what cannot be read is refused now, not when a batch is met
     chosen = method or default_method(budget)
     on_new_inputs = "error" if on_new_shape == "error" else "warn"
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
-        step = StepBudget(model, example, loss, optimizer, accumulate, device, profile)
-        planned = step.solve(chosen, budget)
-        anew = _OpsAnew(loss, optimizer, accumulate, device, profile, chosen, step.bytes_of(budget))
-        replan = anew if on_new_shape == "plan" else None
-        reroute(model, planned, on_new_inputs=on_new_inputs, accumulate=accumulate, replan=replan)
+        check_accumulation(accumulate)
+        anew = _OpsAnew(loss, optimizer, accumulate, device, profile, progress, chosen, budget)
+        planned = None if example is None else anew(model, *arguments(example))
+        reroute(model, planned, on_new_inputs=on_new_inputs, accumulate=accumulate, replan=anew)
         remove_segments(model)
         return model
     assert not isinstance(chosen, Scheduler)
     refuse_op_level_requests(budget, accumulate)
-    first = Rehearsal(model, example, loss, optimizer, device, profile)
-    budget_bytes = None if budget is None else parse_budget(budget, _peak_bytes(first.plain))
-    solution = first.solve(first.chain(granularity, modules), chosen, budget_bytes)
-    again = _Again(loss, optimizer, device, profile, granularity, modules, chosen, budget_bytes)
+    again = _Again(loss, optimizer, device, profile, progress, granularity, modules, chosen, budget)
+    solution = None if example is None else again(model, *arguments(example))
     remove(model)
-    return apply_segments(
-        model, solution, on_new_inputs=on_new_inputs, replan=again if on_new_shape == "plan" else None
-    )
+    return apply_segments(model, solution, on_new_inputs=on_new_inputs, replan=again)
 
 
 def refuse_cutting(granularity: str | Granularity, modules: Collection[str] | None) -> None:
@@ -299,17 +303,18 @@ def refuse_op_level_requests(budget: str | int | None, accumulate: int) -> None:
         raise BadRequest("accumulate is for methods that plan op by op (auto); leave it out for chains.")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _OpsAnew:
-    """Plans for other inputs as for the first ones, op by op."""
+    """Plans op by op for inputs as they are met. What a budget means is settled by the first of them."""
 
     loss: Loss | None
-    optimizer: str | None
+    optimizer: Updates | None
     accumulate: int
     device: str | torch.device | None
     profile: bool
+    progress: Progress | None
     method: str | Scheduler
-    budget_bytes: int | None
+    budget: str | int | None
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSolution:
         step = StepBudget(
@@ -320,30 +325,39 @@ class _OpsAnew:
             self.accumulate,
             self.device,
             self.profile,
+            progress=self.progress,
         )
-        return step.solve(self.method, self.budget_bytes)
+        self.budget = step.bytes_of(self.budget)
+        return step.solve(self.method, self.budget)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Again:
-    """Plans for other inputs as for the first ones."""
+    """Plans by layers for inputs as they are met. What a budget means is settled by the first of them."""
 
     loss: Loss | None
-    optimizer: str | None
+    optimizer: Updates | None
     device: str | torch.device | None
     profile: bool
+    progress: Progress | None
     granularity: str | Granularity
     modules: Collection[str] | None
     method: str | Method
-    budget_bytes: int | None
+    budget: str | int | None
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Solution:
         rehearsal = Rehearsal(
-            model, Arguments(args, kwargs), self.loss, self.optimizer, self.device, self.profile
+            model,
+            Arguments(args, kwargs),
+            self.loss,
+            self.optimizer,
+            self.device,
+            self.profile,
+            progress=self.progress,
         )
-        return rehearsal.solve(
-            rehearsal.chain(self.granularity, self.modules), self.method, self.budget_bytes
-        )
+        if self.budget is not None:
+            self.budget = parse_budget(self.budget, _peak_bytes(rehearsal.plain))
+        return rehearsal.solve(rehearsal.chain(self.granularity, self.modules), self.method, self.budget)
 
 
 def _peak_bytes(trace: Trace) -> int:

@@ -35,19 +35,24 @@ _FORWARD = "forward"
 
 def reroute(
     model: Model,
-    solution: GraphSolution,
+    solution: GraphSolution | None,
     *,
     on_new_inputs: str = "warn",
     accumulate: int = 1,
     replan: Replan | None = None,
 ) -> Model:
-    """Make `model` train as `solution` plans, in place, and return it; see `lowtide.apply`."""
+    """Make `model` train as `solution` plans, in place, and return it; see `lowtide.apply`.
+
+    Without a solution, `replan` makes one for the first inputs of its training, whatever they are.
+    """
     if on_new_inputs not in ON_NEW_INPUTS:
         raise BadRequest(f"on_new_inputs is {on_new_inputs!r}; it is one of {', '.join(ON_NEW_INPUTS)}.")
-    check(model, solution)
+    if solution is not None:
+        check(model, solution)
     before = model.__dict__.get(_FORWARD)
     restore(model)
-    route = _Route(model, {solution.inputs: solution}, on_new_inputs, accumulate, replan)
+    solutions = {} if solution is None else {solution.inputs: solution}
+    route = _Route(model, solutions, on_new_inputs, accumulate, replan)
     if isinstance(before, _Route):
         route.take_over(before)
     model.__dict__[_FORWARD] = route
@@ -129,7 +134,7 @@ class _Route:
         self.__signature__ = inspect.signature(model.forward)  # trainers look at it
         self._model = weakref.ref(model)
         self._parameters = list(model.named_parameters())  # a walk over a large model takes milliseconds
-        self._training = model.training
+        self._training = model.training if solutions else True  # what is not planned yet will train
         self._solutions = dict(solutions)
         self._on_new_inputs = on_new_inputs
         self._accumulate = accumulate
@@ -169,21 +174,39 @@ class _Route:
         if inputs in self._courses:
             return self._courses[inputs]
         if inputs not in self._solutions:
-            if self._replan is None:
+            if self._replan is None or (self._solutions and self._on_new_inputs == "error"):
                 self._refuse_or_warn(inputs)
                 return None
-            self._tell(
-                "new inputs",
-                f"the model meets inputs without a plan ({_difference(inputs, self._solutions)}). They are "
-                "planned for now, under the same budget, and remembered; so are others from now on.",
-            )
-            self._solutions[inputs] = self._replan(model, args, kwargs)
+            self._solutions[inputs] = self._planned(self._replan, inputs, model, args, kwargs)
         solution = self._solutions[inputs]
         execution = Execution(solution.graph, solution.schedule)
         function = self.own or type(model).forward
         compiled = torch.compile(function, backend=execution.backend, dynamic=False)
         self._courses[inputs] = _Course(execution, compiled)
         return self._courses[inputs]
+
+    def _planned(
+        self,
+        replan: Replan,
+        inputs: tuple[str, ...],
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> GraphSolution:
+        """A plan for inputs that there is none for."""
+        if model.__dict__.get(_FORWARD) is not self:
+            raise CannotApply(
+                f"the forward of this {type(model).__name__} was wrapped by another library after "
+                "lowtide.optimize, so that it cannot be planned alone. Let that library have the model first "
+                "(accelerator.prepare, say), and then call lowtide.optimize."
+            )
+        if self._solutions:
+            self._tell(
+                "new inputs",
+                f"the model meets inputs without a plan ({_difference(inputs, self._solutions)}). They are "
+                "planned for now, under the same budget, and remembered; so are others from now on.",
+            )
+        return replan(model, args, kwargs)
 
     def _refuse_or_warn(self, inputs: tuple[str, ...]) -> None:
         problem = f"the plan is not for these inputs: {_difference(inputs, self._solutions)}."

@@ -43,7 +43,7 @@ _ATTRIBUTE = "_lowtide_segments"
 
 
 def apply(
-    model: Model, solution: Solution, *, on_new_inputs: str = "warn", replan: Replan | None = None
+    model: Model, solution: Solution | None, *, on_new_inputs: str = "warn", replan: Replan | None = None
 ) -> Model:
     """Make `model` recompute as `solution` plans, in place, and return it.
 
@@ -55,6 +55,8 @@ def apply(
     With others gradients are still right, but the peak is not the promised one: `on_new_inputs` says
     whether to "warn" once, raise an "error" or "ignore" it. If `replan` is given it is called instead for
     new inputs, with the model and its arguments, and its plan takes over for these; see `lowtide.optimize`.
+    With it there need not be a solution yet: the first inputs of the training are planned for, whatever
+    they are.
 
     Raises:
         CannotApply: the plan was made for a model with other parameters.
@@ -62,7 +64,7 @@ def apply(
     """
     if on_new_inputs not in ON_NEW_INPUTS:
         raise BadRequest(f"on_new_inputs is {on_new_inputs!r}; it is one of {', '.join(ON_NEW_INPUTS)}.")
-    course = _course(model, solution)
+    course = None if solution is None else _course(model, solution)
     remove(model)
     runner = _Runner(course, on_new_inputs, replan)
     runner.attach(model)
@@ -118,13 +120,14 @@ class _Runner:
     It refers to modules by their paths alone: the model refers to it, and a circle would keep both alive.
     """
 
-    def __init__(self, course: _Course, on_new_inputs: str, replan: Replan | None) -> None:
+    def __init__(self, course: _Course | None, on_new_inputs: str, replan: Replan | None) -> None:
         self.course = course
         self.on_new_inputs = on_new_inputs
         self.replan = replan
-        self.known = {course.inputs: course}
+        self.known = {} if course is None else {course.inputs: course}
         self.told: set[str] = set()
         self.handles: list[RemovableHandle] = []
+        self.around_units: list[tuple[RemovableHandle, RemovableHandle]] = []
         self.buffers: dict[str, UnitBuffers] = {}
         self.local = threading.local()
 
@@ -137,29 +140,42 @@ class _Runner:
     # Hooks ----------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module) -> None:
+        self._hook(model, self._begin, self._end)
+        if self.course is None:
+            return
         modules = dict(model.named_modules(remove_duplicate=False))
         placement = self.course.placement
-        involved = {path for path, _ in placement.units} | {edge.unit[0] for edge in placement.edges}
+        units = {path for path, _ in placement.units}
+        involved = units | {edge.unit[0] for edge in placement.edges}
         for path in sorted(involved - {""}):
             if path not in modules:
                 raise CannotApply(f"the plan speaks of a module '{path}', which the model does not have.")
-            self._hook(modules[path], partial(self._enter, path), partial(self._leave, path))
-        self._hook(model, self._begin, self._end)
-        self.buffers = {
-            path: UnitBuffers(path, modules[path], self.course.changed_buffers)
-            for path in {path for path, _ in placement.units}
-        }
+            pair = self._hook(modules[path], partial(self._enter, path), partial(self._leave, path))
+            if path in units:
+                self.around_units.append(pair)
+        self.buffers = {path: UnitBuffers(path, modules[path], self.course.changed_buffers) for path in units}
 
-    def _hook(self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
-        self.handles += [
+    def _hook(
+        self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
+    ) -> tuple[RemovableHandle, RemovableHandle]:
+        pair = (
             module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             module.register_forward_hook(leave, always_call=True),
-        ]
+        )
+        self.handles += pair
+        return pair
+
+    def _stay_outermost(self) -> None:
+        """A unit is run again with its hooks: those that others have added since belong to its call too."""
+        for enter, leave in self.around_units:
+            _move_to_end(enter, last=False)
+            _move_to_end(leave, last=True)
 
     def detach(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        self.around_units.clear()
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stale = self._passing()
@@ -169,6 +185,9 @@ class _Runner:
         if not torch.is_grad_enabled() or self._is_replaying():
             return
         self._suit(model, args, kwargs)
+        if self.course is None:
+            return
+        self._stay_outermost()
         passing = Pass(self.course.placement, self.buffers, self.opened)
         self.local.passing = passing
         passing.cross(Edge(_ROOT, ends=False), (args, kwargs))
@@ -207,19 +226,21 @@ class _Runner:
     def _suit(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the plan that was made for these inputs, or do what is to be done where there is none."""
         given = described_inputs(args, kwargs)
-        if given == self.course.inputs or not model.training:
+        if not model.training or (self.course is not None and given == self.course.inputs):
             return
         if given in self.known:
             self._switch(model, self.known[given])
             return
-        difference = (
-            f"{type(model).__name__} was planned for inputs {', '.join(self.course.inputs)} and is given "
-            f"{', '.join(given)}"
-        )
-        if self.replan is None:
-            self._unsuited(difference)
-            return
-        self._tell("replan", f"{difference}. New inputs are planned for when they are met first.")
+        if self.course is not None:
+            difference = (
+                f"{type(model).__name__} was planned for inputs {', '.join(self.course.inputs)} and is given "
+                f"{', '.join(given)}"
+            )
+            if self.replan is None or self.on_new_inputs == "error":
+                self._unsuited(difference)
+                return
+            self._tell("replan", f"{difference}. New inputs are planned for when they are met first.")
+        assert self.replan is not None, "without a solution there is someone to make one"
         self.known[given] = _course(model, self.replan(model, args, kwargs))
         self._switch(model, self.known[given])
 
@@ -272,6 +293,13 @@ class _Runner:
             generator.close()
             raise
         close(generator)
+
+
+def _move_to_end(handle: RemovableHandle, last: bool) -> None:
+    """Have a hook called last of all that there are in its place, or first."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None:  # a handle does not keep its module alive
+        hooks.move_to_end(handle.id, last=last)
 
 
 def _has_failed(output: Any) -> bool:

@@ -144,13 +144,13 @@ def simulate(graph: Graph, schedule: Schedule, allocator: Allocator | None = Non
             one that is, frees twice, draws a random op twice, leaves an op out or loses an output.
     """
     allocator = allocator or allocator_of(graph.device)
-    columns = _categorise(graph, schedule)
+    columns = categorise(graph, schedule)
     held = [allocator.held(graph.counted_bytes(value.id)) for value in graph.values]
     replay = _Replay(graph)
 
     now = np.zeros(len(CATEGORIES), dtype=np.int64)
     for value in graph.resident:
-        now[_column(graph, value, spans_backward=False)] += held[value]
+        now[column_of(graph, value, spans_backward=False)] += held[value]
     resident_bytes = int(now.sum())
 
     stack = np.empty((len(schedule), len(CATEGORIES)), dtype=np.int64)
@@ -268,7 +268,7 @@ def _versions_seen(graph: Graph) -> tuple[list[dict[int, int]], dict[int, int]]:
     return seen, version
 
 
-def _categorise(graph: Graph, schedule: Schedule) -> list[tuple[int, ...]]:
+def categorise(graph: Graph, schedule: Schedule) -> list[tuple[int, ...]]:
     """For each step, the category columns of the values it creates or frees.
 
     Only a whole life tells an activation from a temporary: it is one if the forward (or a
@@ -284,19 +284,20 @@ def _categorise(graph: Graph, schedule: Schedule) -> list[tuple[int, ...]]:
             backwards += op.phase is Phase.BACKWARD
             for index, value in enumerate(op.creates):
                 born[value] = (position, index, backwards)
-                columns[position].append(_column(graph, value, spans_backward=False))
+                columns[position].append(column_of(graph, value, spans_backward=False))
         elif isinstance(step, Free):
             start, index, before = born.pop(step.value, (position, 0, backwards))
-            column = _column(graph, step.value, spans_backward=backwards > before)
+            column = column_of(graph, step.value, spans_backward=backwards > before)
             columns[position].append(column)
             if start != position:
                 columns[start][index] = column
     for value, (start, index, before) in born.items():
-        columns[start][index] = _column(graph, value, spans_backward=backwards > before)
+        columns[start][index] = column_of(graph, value, spans_backward=backwards > before)
     return [tuple(found) for found in columns]
 
 
-def _column(graph: Graph, value: int, *, spans_backward: bool) -> int:
+def column_of(graph: Graph, value: int, *, spans_backward: bool) -> int:
+    """The category column of a value that lives, or does not live, while a backward op runs."""
     if not 0 <= value < len(graph.values):
         return _INDEX[Category.TEMPORARIES]
     category = _CATEGORY_OF_ROLE.get(graph.values[value].role)
@@ -311,7 +312,7 @@ def _holdings(
     graph: Graph, schedule: Schedule, columns: list[tuple[int, ...]], held: list[int], peak_step: int | None
 ) -> tuple[Holding, ...]:
     """What is alive at the peak, largest first. The schedule is known to be legal here."""
-    alive = {value: _column(graph, value, spans_backward=False) for value in graph.resident}
+    alive = {value: column_of(graph, value, spans_backward=False) for value in graph.resident}
     until_peak = () if peak_step is None else schedule.steps[: peak_step + 1]
     for position, step in enumerate(until_peak):
         if isinstance(step, Compute):

@@ -41,8 +41,7 @@ def step_graph(
         CannotCapture: the model cannot be captured.
         BadRequest: `accumulate` is not positive, or nothing can be trained.
     """
-    if accumulate < 1:
-        raise BadRequest(f"accumulate is {accumulate}; it counts the backward calls between two updates.")
+    check_accumulation(accumulate)
     captured = capture_forward(
         model, example, loss, device=device, name=name, assumptions=plain.graph.assumptions
     )
@@ -50,6 +49,12 @@ def step_graph(
     if accumulate > 1:
         graph = _with_gradients(graph)
     return _with_optimizer(graph, plain)
+
+
+def check_accumulation(accumulate: int) -> None:
+    """Raise BadRequest unless `accumulate` can count backward calls."""
+    if accumulate < 1:
+        raise BadRequest(f"accumulate is {accumulate}; it counts the backward calls between two updates.")
 
 
 def _with_gradients(graph: Graph) -> Graph:

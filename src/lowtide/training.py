@@ -23,6 +23,7 @@ class Arguments:
 
 Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | Arguments
 Loss: TypeAlias = Callable[[Any], torch.Tensor]
+Updates: TypeAlias = str | torch.optim.Optimizer  # one that lowtide knows by name, or the one that there is
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -122,12 +123,35 @@ def _described(thing: object) -> str:
     return f"of type {type(thing).__name__}"
 
 
+def optimizer_of(
+    updates: Updates | None, model: nn.Module, device: str | torch.device | None = None
+) -> torch.optim.Optimizer | None:
+    """The optimizer that is given, or that is meant by a name; see `build_optimizer`."""
+    check_optimizer(updates)
+    return build_optimizer(updates, model, device) if isinstance(updates, str) else updates
+
+
+def optimizer_name(updates: Updates | None) -> str | None:
+    """What to call an optimizer in a report."""
+    return type(updates).__name__ if isinstance(updates, torch.optim.Optimizer) else updates
+
+
+def check_optimizer(updates: object) -> None:
+    """Raise BadRequest unless `updates` is an optimizer, the name of one, or None."""
+    if isinstance(updates, str) and updates not in OPTIMIZERS:
+        raise BadRequest(f"there is no optimizer '{updates}'. Choose one of {', '.join(OPTIMIZERS)}.")
+    if not isinstance(updates, str | torch.optim.Optimizer | None):
+        raise BadRequest(
+            f"the optimizer is a {type(updates).__name__}. Give one of torch.optim.Optimizer, or one of the "
+            f"names {', '.join(OPTIMIZERS)}."
+        )
+
+
 def build_optimizer(
     name: str, model: nn.Module, device: str | torch.device | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer of that name over what `model` trains, as it will work on `device`."""
-    if name not in OPTIMIZERS:
-        raise BadRequest(f"there is no optimizer '{name}'. Choose one of {', '.join(OPTIMIZERS)}.")
+    check_optimizer(name)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise BadRequest("no parameter of the model requires gradients, so there is nothing to optimize.")

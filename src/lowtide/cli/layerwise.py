@@ -20,15 +20,18 @@ def answer_layers(
     asked: Asked, method: str, budget: str | None, accumulate: int, cutting: Cutting, wanted: Wanted
 ) -> None:
     """Plan which layers to recompute, try that out, and tell."""
+    from lowtide.cli.progress import waiting
     from lowtide.planning import refuse_op_level_requests
 
     refuse_op_level_requests(budget, accumulate)
     with undisturbed():
-        setup = asked.load()
+        with waiting("building the model"):
+            setup = asked.load()
         rehearsal = rehearsed(setup, optimizer=asked.optimizer, device=asked.device, profile=asked.profile)
-        chain = rehearsal.chain(cutting.granularity, cutting.modules or None)
-        solution = rehearsal.solve(chain, method, budget)
-        picture = None if wanted.plot is None else _picture(rehearsal, solution, setup, wanted.kind)
+        with waiting("planning layer by layer"):
+            chain = rehearsal.chain(cutting.granularity, cutting.modules or None)
+            solution = rehearsal.solve(chain, method, budget)
+            picture = None if wanted.plot is None else _picture(rehearsal, solution, setup, wanted.kind)
     wanted.write(solution, picture)
     _answer(rehearsal, solution, setup, wanted.as_json)
 
@@ -40,28 +43,36 @@ def _picture(rehearsal: Rehearsal, solution: Solution, setup: Setup, kind: str) 
         rehearsal.plain.timeline,
         rehearsal.under(solution).timeline,
         kind,
-        title=_title(rehearsal, setup),
+        title=title_of(rehearsal, setup),
         method=solution.method,
         budget_bytes=solution.budget_bytes,
     )
 
 
-def _title(rehearsal: Rehearsal, setup: Setup) -> str:
+def title_of(rehearsal: Rehearsal, setup: Setup) -> str:
+    """The step that was planned, in one line."""
     from lowtide.report.terminal import asked
+    from lowtide.training import optimizer_name
 
-    return asked(setup.name, setup.sizes, rehearsal.optimizer, rehearsal.plain.graph.device)
+    return asked(setup.name, setup.sizes, optimizer_name(rehearsal.optimizer), rehearsal.plain.graph.device)
+
+
+def notes_of(rehearsal: Rehearsal, solution: Solution, setup: Setup) -> list[str]:
+    """What to know about the figures of a step."""
+    from lowtide.report.planned import what_is_unknown
+
+    graph = rehearsal.plain.graph
+    return [*what_is_unknown(solution.chain.timed, graph.profiled_on), *graph.notes, *setup.notes]
 
 
 def _answer(rehearsal: Rehearsal, solution: Solution, setup: Setup, as_json: bool) -> None:
-    from lowtide.report.planned import print_plan, what_is_unknown
+    from lowtide.report.planned import print_plan
 
-    graph = rehearsal.plain.graph
-    unknown = what_is_unknown(solution.chain.timed, graph.profiled_on)
-    notes = [*unknown, *graph.notes, *setup.notes]
+    notes = notes_of(rehearsal, solution, setup)
     if as_json:
         click.echo(json.dumps({**_document(rehearsal, solution, setup), "notes": notes}, indent=2))
     else:
-        print_plan(_title(rehearsal, setup), solution, notes)
+        print_plan(title_of(rehearsal, setup), solution, notes)
 
 
 def _document(rehearsal: Rehearsal, solution: Solution, setup: Setup) -> dict[str, Any]:

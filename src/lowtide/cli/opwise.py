@@ -29,16 +29,16 @@ def answer_ops(
     refuse_cutting(cutting.granularity, cutting.modules or None)
     with undisturbed(), stages() as stage:
         setup = asked.load()
-        step = _captured(asked, setup, accumulate, stage)
+        step = captured(asked, setup, accumulate, stage)
         stage.begin("planning op by op")
         solution = step.solve(method, budget)
         picture = None if wanted.plot is None else _picture(step, solution, setup, wanted.kind)
     wanted.write(solution, picture)
-    notes = _notes(step, setup)
+    notes = notes_of(step, setup)
     if wanted.as_json:
         _print_json({**_about(step, setup), **_plan_to_json(solution)}, notes)
     else:
-        print_schedule(_title(step, setup), solution, notes=notes)
+        print_schedule(title_of(step, setup), solution, notes=notes)
 
 
 def answer_frontier(
@@ -53,22 +53,22 @@ def answer_frontier(
     refuse_cutting(cutting.granularity, cutting.modules or None)
     with undisturbed(), stages() as stage:
         setup = asked.load()
-        step = _captured(asked, setup, accumulate, stage)
+        step = captured(asked, setup, accumulate, stage)
         stage.begin(f"planning op by op within {points} budgets")
         found = frontier(step.graph, points, method)
-        title = _title(step, setup)
+        title = title_of(step, setup)
         # Tables and pictures have keep-all by themselves.
         planned = [solution for solution in found if solution.recomputed] or found
         picture = None if wanted.plot is None else frontier_picture(title, planned, wanted.kind)
     wanted.write(None, picture)
-    notes = [*_captured_otherwise(step, found), *_notes(step, setup)]
+    notes = [*_captured_otherwise(step, found), *notes_of(step, setup)]
     if wanted.as_json:
         _print_json({**_about(step, setup), **_frontier_to_json(found)}, notes)
     else:
         print_frontier(title, planned, notes)
 
 
-def _captured(asked: Asked, setup: Setup, accumulate: int, stage: Stages) -> StepBudget:
+def captured(asked: Asked, setup: Setup, accumulate: int, stage: Stages) -> StepBudget:
     """The step, traced, captured and profiled."""
     from lowtide.budgeting import StepBudget
 
@@ -100,19 +100,22 @@ def _picture(step: StepBudget, solution: GraphSolution, setup: Setup, kind: str)
         step.plain.timeline,
         solution.timeline,
         kind,
-        title=_title(step, setup),
+        title=title_of(step, setup),
         method=solution.method,
         budget_bytes=solution.budget_bytes,
     )
 
 
-def _title(step: StepBudget, setup: Setup) -> str:
+def title_of(step: StepBudget, setup: Setup) -> str:
+    """The step that was planned, in one line."""
     from lowtide.report.terminal import asked
+    from lowtide.training import optimizer_name
 
-    return asked(setup.name, setup.sizes, step.optimizer, step.graph.device)
+    return asked(setup.name, setup.sizes, optimizer_name(step.optimizer), step.graph.device)
 
 
-def _notes(step: StepBudget, setup: Setup) -> list[str]:
+def notes_of(step: StepBudget, setup: Setup) -> list[str]:
+    """What to know about the figures of a step."""
     from lowtide.report.planned import what_is_unknown
 
     timed = any(op.seconds for op in step.graph.ops)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Steps = npt.NDArray[np.int64]
 
 # Okabe and Ito's palette, which people with any kind of colour vision can tell apart.
-_COLOURS = {
+COLOURS = {
     Category.PARAMETERS: "#0072B2",
     Category.BUFFERS: "#000000",
     Category.OPTIMIZER_STATE: "#56B4E9",
@@ -154,7 +154,7 @@ def _draw_stack(axes: Axes, timeline: Timeline, unit: tuple[str, int]) -> None:
             continue
         top = floor + stack[:, column]
         axes.fill_between(
-            edges, floor, top, step="post", color=_COLOURS[category], linewidth=0, label=category.value
+            edges, floor, top, step="post", color=COLOURS[category], linewidth=0, label=category.value
         )
         floor = top
 

@@ -7,6 +7,9 @@ passes from one to another. From the second step on all of them follow one sched
 Counted is what the graphs are given and make, and on CUDA what else is allocated when a step begins. What
 runs outside of them (a loss that is not compiled, say) is not: compile a function that includes it, or
 use `lowtide.optimize`, which sees it.
+
+Inside a DistributedDataParallel all ranks follow the schedules that the first one finds, and its buckets are
+counted. Dynamo cuts graphs where buckets end, so that reducing and computing overlap as they do without.
 """
 
 from __future__ import annotations
@@ -19,14 +22,18 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
+from torch.nn.parallel import DistributedDataParallel
 
+from lowtide.agreeing import TIMEOUT_SECONDS, agreed
 from lowtide.building import GraphBuilder, tensors_in
 from lowtide.emission import Halves, Planned, emit
 from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
 from lowtide.execution import refuse_graphs_of_the_backward
 from lowtide.fitting import with_costs
 from lowtide.graph import Graph, Origin, Phase, Role, Value
+from lowtide.identity import skeleton
 from lowtide.joining import Place, joined
+from lowtide.replicating import with_buckets
 from lowtide.sections import boxed, cut_in_two
 from lowtide.solution import GraphSolution
 from lowtide.solvers import methods, schedulers, solve
@@ -153,7 +160,7 @@ class _Step:
         runs, self.watched = self.watched, []
         whole = joined([run.graph.graph for run in runs], _links(runs))
         whole = _with_others(whole)
-        solution = _solved(whole, self.request)
+        solution = _solved_by_all(whole, self.request)
         sections = tuple(
             emit(run.graph.halves, whole, solution.schedule, section) for section, run in enumerate(runs)
         )
@@ -200,7 +207,7 @@ class _Compiled:
         if self._step.request.profile:
             drawn = replace(drawn, graph=with_costs(drawn.graph))
         self._drawn = drawn
-        lowest = _solved(self.graph, replace(self._step.request, budget_bytes=None))
+        lowest = _solved_by_all(self.graph, replace(self._step.request, budget_bytes=None))
         budget_bytes = self._step.request.budget_bytes
         if budget_bytes is not None and lowest.peak_bytes > budget_bytes:
             running = lowest.timeline.peak_op
@@ -353,13 +360,27 @@ def _links(runs: Sequence[_Run]) -> dict[Place, Place]:
 
 
 def _with_others(graph: Graph) -> Graph:
-    """With everything else that is allocated on CUDA when a step begins: states of the optimizer, say."""
+    """With everything else that is allocated on CUDA when a step begins: states of the optimizer, say.
+
+    Elsewhere that is not known, but for the buckets of a DistributedDataParallel that is running.
+    """
     if not graph.device.startswith("cuda"):
-        return graph
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        return graph if wrapper is None else with_buckets(graph, wrapper.module)
     known = sum(graph.counted_bytes(value) for value in graph.resident)
     others = max(0, torch.cuda.memory_allocated(graph.device) - known)
     value = Value(len(graph.values), others, Role.OPTIMIZER_STATE, "other tensors", device=graph.device)
     return replace(graph, values=(*graph.values, value))
+
+
+def _solved_by_all(graph: Graph, request: _Request) -> GraphSolution:
+    """A schedule for `graph`; inside a DistributedDataParallel the one that its first rank finds."""
+    if DistributedDataParallel._get_active_ddp_module() is None:
+        return _solved(graph, request)
+    facts = {"a graph": skeleton(graph), "a budget of": str(request.budget_bytes)}
+    solution = agreed(lambda: _solved(graph, request), facts, TIMEOUT_SECONDS)
+    assert isinstance(solution, GraphSolution)
+    return solution
 
 
 def _solved(graph: Graph, request: _Request) -> GraphSolution:

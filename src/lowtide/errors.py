@@ -192,6 +192,10 @@ class CannotApply(LowtideError):
     """A plan was made for another model or batch, or a part of the model cannot be run twice."""
 
 
+class RanksDisagree(LowtideError):
+    """The ranks of a process group cannot share a plan: they differ, or one of them is missing."""
+
+
 class CannotRun(LowtideError):
     """A graph has an op that cannot be called on its own."""
 

@@ -57,6 +57,12 @@ class Twins:
         """The twin of `real`, if it has one."""
         return self._by_tensor.get(id(real))
 
+    def forget(self) -> None:
+        """Hold no twin any longer: those that nobody else holds die."""
+        self._by_tensor.clear()
+        self._by_storage.clear()
+        self._real.clear()
+
     def of(self, real: torch.Tensor, role: Role, name: str, module: str = "") -> torch.Tensor:
         """The twin of `real`, made if there is none yet."""
         twin = self.known(real)

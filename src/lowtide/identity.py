@@ -10,11 +10,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from lowtide.graph import Graph
+
 
 def fingerprint(model: nn.Module) -> str:
     """Tells models apart: their parameters and buffers by name, shape and type."""
     named = [*model.named_parameters(), *model.named_buffers()]
     lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def skeleton(graph: Graph) -> str:
+    """Tells graphs apart: their ops and what these read and make, whatever they cost."""
+    lines = [f"{op.target} {op.reads} {op.creates} {op.mutates} {op.section}" for op in graph.ops]
+    lines += [f"{value.bytes} {value.role}" for value in graph.values]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from lowtide.accumulation import Accumulation
 from lowtide.building import GraphBuilder, map_tensors, storage_key, tensors_in
@@ -83,6 +83,8 @@ class Recorder(TorchDispatchMode, ABC):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor, say: what it does comes here on the tensors inside of it
         kwargs = dict(kwargs or {})
         if isinstance(kwargs.get("device"), torch.device):  # may name the home of a tensor that has a twin
             kwargs["device"] = self.twins.device(kwargs["device"])

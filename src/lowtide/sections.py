@@ -42,6 +42,7 @@ _SETTINGS: Mapping[str, Any] = {
     "capture_scalar_outputs": False,
     "capture_dynamic_output_shape_ops": False,
     "allow_rnn": True,
+    "optimize_ddp": False,  # it would cut graphs where DDP's buckets end; a plan is for whole ones
 }
 
 # Loggers that print, before an error is raised, what the error itself says better; and one that, before

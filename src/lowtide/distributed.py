@@ -1,0 +1,338 @@
+"""Plans for models that train on several devices, with PyTorch's own engines.
+
+    model = lowtide.distributed.optimize(model, batch, loss=loss, budget="8GiB", engine=Replicated())
+    model = DistributedDataParallel(model)
+
+The plan is put on the plain model, and the engine is wrapped around it afterwards. All ranks call this
+alike: the first one plans, the others are handed its plan. The budget is what one rank may hold, and
+everything that the engine holds there is counted: buckets, or shards and gathered blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lowtide._version import __version__
+from lowtide.agreeing import TIMEOUT_SECONDS, agreed
+from lowtide.applying import remove, set_aside
+from lowtide.budgeting import StepBudget
+from lowtide.chain import Chain
+from lowtide.cutting import Granularity
+from lowtide.errors import BadRequest
+from lowtide.fitting import Progress, with_costs
+from lowtide.graph import Graph
+from lowtide.identity import described_inputs, fingerprint
+from lowtide.planning import ON_NEW_SHAPE, Rehearsal, refuse_cutting, refuse_op_level_requests
+from lowtide.plans import Plan
+from lowtide.replicating import replicated, with_buckets
+from lowtide.rerouting import reroute
+from lowtide.segments import Model
+from lowtide.segments import apply as apply_segments
+from lowtide.segments import remove as remove_segments
+from lowtide.sharding import Shard, hollow, trace_sharded
+from lowtide.solution import GraphSolution, Solution
+from lowtide.solvers import default_method, is_scheduler
+from lowtide.tracing import Trace
+from lowtide.training import Arguments, Example, Loss, arguments, check_optimizer
+from lowtide.unrolling import replay
+
+_METHOD_FOR_SHARDS = "rotor"
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """DistributedDataParallel: every rank has the whole model, and buckets to reduce gradients in.
+
+    `gradient_as_bucket_view` is what DistributedDataParallel is given too. A plan of ops counts gradients
+    beside the buckets all the same: it makes all of them before the first is copied.
+    """
+
+    gradient_as_bucket_view: bool = False
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """FSDP2: every rank has a shard of each parameter. `shard` calls `fully_shard` on blocks and model.
+
+    It is tried out on copies that hold no memory, and no collective runs: the mesh may be the real one.
+    """
+
+    shard: Shard
+
+
+Engine: TypeAlias = Replicated | Sharded
+
+
+def plan(
+    model: nn.Module,
+    example: Example,
+    *,
+    engine: Engine,
+    budget: str | int | None = None,
+    method: str | None = None,
+    loss: Loss | None = None,
+    optimizer: str | None = None,
+    accumulate: int = 1,
+    granularity: str | Granularity = Granularity.LAYER,
+    modules: Collection[str] | None = None,
+    device: str | torch.device | None = None,
+    profile: bool = True,
+    progress: Progress | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Solution | GraphSolution:
+    """Plan what every rank recomputes; the same plan on all of them.
+
+    `budget` is what one rank may hold at the peak of its step. `model` is the plain model, not yet wrapped;
+    `example` is this rank's batch, of the same shape on all. The other arguments are as in `lowtide.plan`.
+    Under `Sharded` the model is cut around the modules that `shard` wraps, for they are what is gathered and
+    given back as one, and planned by layers; under `Replicated` also op by op.
+
+    Raises:
+        RanksDisagree: models, batches or requests differ, or a rank has not come within `timeout_seconds`.
+        InfeasibleBudget, CannotApply, CannotCapture, CannotTrace, BadRequest: as in `lowtide.plan`, on the
+            rank that plans; the others raise RanksDisagree with its message.
+    """
+    planner = _Planner(
+        engine, budget, method, loss, optimizer, accumulate, granularity, modules, device, profile, progress,
+        timeout_seconds,
+    )  # fmt: skip
+    return planner(model, *arguments(example))
+
+
+def optimize(
+    model: Model,
+    example: Example | None = None,
+    *,
+    engine: Engine,
+    budget: str | int | None = None,
+    method: str | None = None,
+    loss: Loss | None = None,
+    optimizer: str | None = None,
+    accumulate: int = 1,
+    on_new_shape: str = "plan",
+    granularity: str | Granularity = Granularity.LAYER,
+    modules: Collection[str] | None = None,
+    device: str | torch.device | None = None,
+    profile: bool = True,
+    progress: Progress | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Model:
+    """Plan and apply at once: `model` itself, to be wrapped by the engine next.
+
+    Inputs of another shape are planned for when they are met first, by all ranks together: a rank that meets
+    them alone raises RanksDisagree once `timeout_seconds` have passed. With `on_new_shape="error"` they are
+    refused at once. Without an example the first inputs of the training are planned for; under `Sharded` that
+    cannot be, since the model is sharded by then. The other arguments are as in `lowtide.distributed.plan`.
+
+    Raises:
+        RanksDisagree and others: as in `lowtide.distributed.plan`.
+    """
+    if on_new_shape not in ON_NEW_SHAPE:
+        raise BadRequest(f"on_new_shape is {on_new_shape!r}; it is one of {', '.join(ON_NEW_SHAPE)}.")
+    planner = _Planner(
+        engine, budget, method, loss, optimizer, accumulate, granularity, modules, device, profile, progress,
+        timeout_seconds,
+    )  # fmt: skip
+    if example is None and isinstance(engine, Sharded):
+        raise BadRequest(
+            "a model is planned before it is sharded, and that needs an example of its batches. Give one."
+        )
+    solution = None if example is None else planner(model, *arguments(example))
+    may_plan = on_new_shape == "plan" and isinstance(engine, Replicated)
+    on_new_inputs = "warn" if may_plan else "error"
+    if planner.plans_ops:
+        assert solution is None or isinstance(solution, GraphSolution)
+        reroute(model, solution, on_new_inputs=on_new_inputs, accumulate=accumulate, replan=planner.of_ops)
+        remove_segments(model)
+        return model
+    assert solution is None or isinstance(solution, Solution)
+    remove(model)
+    return apply_segments(model, solution, on_new_inputs=on_new_inputs, replan=planner.of_layers)
+
+
+@dataclass
+class _Planner:
+    """Plans for inputs as they are met, with all ranks. What a budget means is settled by the first."""
+
+    engine: Engine
+    budget: str | int | None
+    method: str | None
+    loss: Loss | None
+    optimizer: str | None
+    accumulate: int
+    granularity: str | Granularity
+    modules: Collection[str] | None
+    device: str | torch.device | None
+    profile: bool
+    progress: Progress | None
+    timeout_seconds: float
+    plans_ops: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.engine, Replicated | Sharded):
+            raise BadRequest(
+                f"the engine is {self.engine!r}; it is Replicated() for DistributedDataParallel, or "
+                "Sharded(shard) for FSDP2."
+            )
+        check_optimizer(self.optimizer)
+        sharded = isinstance(self.engine, Sharded)
+        self.method = self.method or (_METHOD_FOR_SHARDS if sharded else default_method(self.budget))
+        self.plans_ops = is_scheduler(self.method)
+        if sharded and (self.modules is not None or self.granularity != Granularity.LAYER):
+            raise BadRequest(
+                "granularity and modules say how to cut a model into a chain; a sharded one is cut around "
+                "the modules that `shard` wraps. Leave them out."
+            )
+        if not self.plans_ops:
+            refuse_op_level_requests(self.budget, self.accumulate)
+        elif sharded:
+            raise BadRequest(
+                f"{self.method} plans op by op, and FSDP2 gathers weights module by module, so it needs a "
+                f"plan of layers. Leave the method out, or choose one for chains ({_METHOD_FOR_SHARDS})."
+            )
+        else:
+            refuse_cutting(self.granularity, self.modules)
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Solution | GraphSolution:
+        example = Arguments(args, kwargs)
+        decide = self._ops if self.plans_ops else self._layers
+        plan = agreed(lambda: decide(model, example), self._facts(model, example), self.timeout_seconds)
+        if plan.budget_bytes is not None:
+            self.budget = plan.budget_bytes
+        return plan
+
+    def of_ops(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSolution:
+        """A plan of ops, for inputs that are new."""
+        solution = self(model, args, kwargs)
+        assert isinstance(solution, GraphSolution)
+        return solution
+
+    def of_layers(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Solution:
+        """A plan of layers, for inputs that are new."""
+        solution = self(model, args, kwargs)
+        assert isinstance(solution, Solution)
+        return solution
+
+    def _facts(self, model: nn.Module, example: Arguments) -> Mapping[str, str]:
+        return {
+            "a model": f"{type(model).__name__} ({fingerprint(model)})",
+            "inputs": ", ".join(described_inputs(example.args, example.kwargs)),
+            "a budget of": str(self.budget),
+            "the method": str(self.method),
+            "the optimizer": str(self.optimizer),
+            "the engine": type(self.engine).__name__,
+            "torch": torch.__version__,
+            "lowtide": __version__,
+        }
+
+    def _ops(self, model: nn.Module, example: Arguments) -> GraphSolution:
+        assert self.method is not None
+        step = _ReplicatedBudget(
+            model,
+            example,
+            self.loss,
+            self.optimizer,
+            self.accumulate,
+            self.device,
+            self.profile,
+            progress=self.progress,
+        )
+        return step.solve(self.method, self.budget)
+
+    def _layers(self, model: nn.Module, example: Arguments) -> Solution:
+        assert self.method is not None
+        rehearsal = self._rehearsal(model, example)
+        return rehearsal.solve(rehearsal.chain(self.granularity, self.modules), self.method, self.budget)
+
+    def _rehearsal(self, model: nn.Module, example: Arguments) -> Rehearsal:
+        engine, progress = self.engine, self.progress
+        given = (model, example, self.loss, self.optimizer, self.device, self.profile)
+        if isinstance(engine, Sharded):
+            return _ShardedRehearsal(*given, progress=progress, engine=engine)
+        return _ReplicatedRehearsal(*given, progress=progress, engine=engine)
+
+
+# How a rank's step is rehearsed -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _ReplicatedBudget(StepBudget):
+    """A step that is planned op by op, with DDP's buckets beside it."""
+
+    def surrounded(self, graph: Graph) -> Graph:
+        return with_buckets(graph, self.model)
+
+
+@dataclass(frozen=True)
+class _ReplicatedRehearsal(Rehearsal):
+    """A step that is planned by layers, with DDP's buckets beside it."""
+
+    engine: Replicated = field(default_factory=Replicated)
+
+    def _trace(self, solution: Solution | None) -> Trace:
+        as_views = self.engine.gradient_as_bucket_view
+        return replicated(super()._trace(solution), self.model, as_views=as_views)
+
+
+@dataclass(frozen=True)
+class _ShardedRehearsal(Rehearsal):
+    """A step that is planned by layers and tried out with the engine at work."""
+
+    engine: Sharded = field(kw_only=True)
+
+    def chain(
+        self, granularity: str | Granularity = Granularity.LAYER, modules: Collection[str] | None = None
+    ) -> Chain:
+        """The chain of the model alone, cut around what is gathered as one.
+
+        What is always there is made to differ by as much as the peaks of the two plain steps do. It is a
+        starting point: what counts is what the engine does under the plan, and that is tried out.
+        """
+        plain = Rehearsal(
+            self.model,
+            self.example,
+            self.loss,
+            self.optimizer,
+            self.device,
+            self.profile,
+            self.name,
+            self.progress,
+        )
+        chain = plain.chain(granularity, self._units() or modules)
+        difference = self.plain.peak_bytes - replay(chain, Plan()).peak_bytes
+        return replace(chain, base_bytes=max(0, chain.base_bytes + difference))
+
+    def _units(self) -> list[str]:
+        """The paths of the modules below the model itself that the engine wraps."""
+        sharded = self.engine.shard(hollow(self.model))
+        return [path for path, module in sharded.named_modules() if path and isinstance(module, FSDPModule)]
+
+    def _trace(self, solution: Solution | None) -> Trace:
+        with set_aside(self.model):
+            tried = hollow(self.model)
+        if solution is not None:
+            apply_segments(tried, solution)
+        assert self.optimizer is None or isinstance(self.optimizer, str), "made anew for the shards"
+        trace = trace_sharded(
+            tried,
+            self.example,
+            self.loss,
+            self.engine.shard,
+            optimizer=self.optimizer,
+            device=self.device or _home(self.model),
+            name=self.name,
+        )
+        return replace(trace, graph=with_costs(trace.graph, self.progress)) if self.profile else trace
+
+
+def _home(model: nn.Module) -> torch.device | None:
+    """Where a model is."""
+    return next((parameter.device for parameter in model.parameters()), None)

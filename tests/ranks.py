@@ -1,0 +1,311 @@
+"""What one of several ranks does in the tests of distributed training; torchrun starts it on each.
+
+    torchrun --nproc-per-node 2 tests/ranks.py FOLDER CASE…
+
+Every case trains for some steps and leaves FOLDER/CASE.RANK.json behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
+
+import lowtide.backend
+from lowtide.distributed import Replicated, Sharded, optimize, plan
+from lowtide.errors import LowtideError
+from lowtide.files import save_solution
+from lowtide.solution import GraphSolution, Solution
+from lowtide.zoo.gpt import GPT
+
+STEPS = 3
+Step = Callable[[], torch.Tensor]
+
+
+def gpt() -> nn.Module:
+    """A transformer with dropout: random streams matter, and are a rank's own."""
+    torch.manual_seed(0)
+    return GPT(layers=6, width=64, heads=4, vocab=300, context=64, dropout=0.1)
+
+
+def convolutions() -> nn.Module:
+    """Buffers that a forward changes, and that DDP broadcasts."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1))
+        for _ in range(6)
+    ]
+    return nn.Sequential(nn.Conv2d(3, 8, 3), *blocks, nn.Flatten(), nn.LazyLinear(10)).train()
+
+
+class Batch:
+    """This rank's batch: other numbers on each, of the same shape."""
+
+    def __init__(self, rank: int, kind: str) -> None:
+        torch.manual_seed(100 + rank)
+        if kind == "gpt":
+            self.inputs = torch.randint(300, (8, 64))
+            self.labels = torch.randint(300, (8 * 64,))
+        else:
+            self.inputs = torch.randn(16, 3, 18, 18)
+            self.labels = torch.randint(10, (16,))
+
+    def loss(self, output: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.reshape(len(self.labels), -1), self.labels)
+
+
+def trained(
+    model: Callable[..., torch.Tensor], plain: nn.Module, batch: Batch, rank: int, buckets: Callable[[], int]
+) -> dict[str, Any]:
+    """Train `model`, which wraps `plain`: losses, weights, gradients, what was held and gathered."""
+    optimizer = torch.optim.AdamW(plain.parameters())
+    torch.manual_seed(7 + rank)
+
+    def step() -> torch.Tensor:
+        output = model(batch.inputs)
+        loss = batch.loss(output)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(float(step()))
+    gradients = digest(local(parameter.grad) for parameter in plain.parameters())
+    optimizer.zero_grad()
+    gc.collect()
+    states = [thing for state in optimizer.state.values() for thing in state.values()]
+    resident = held([*plain.parameters(), *plain.buffers(), *states, batch.inputs, batch.labels])
+    reading = lowtide.measure(step)
+    optimizer.zero_grad()
+    with profile() as recording:
+        step()
+    gathers = sum(event.count for event in recording.key_averages() if event.key == "c10d::_allgather_base_")
+    return {
+        "losses": losses,
+        "weights": digest(map(local, (*plain.parameters(), *plain.buffers()))),
+        "gradients": gradients,
+        "measured_bytes": resident + buckets() + reading.growth_bytes,
+        "gathers": gathers,
+    }
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    found: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return found.detach()
+
+
+def held(tensors: Iterable[Any]) -> int:
+    storages = {local(tensor).untyped_storage() for tensor in tensors}
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """The same for the same bits."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def told(solution: Solution | GraphSolution, folder: Path) -> dict[str, Any]:
+    """What a plan promises, and what tells it from others."""
+    path = folder / f"plan.{dist.get_rank()}.json"
+    save_solution(solution, path)
+    confirmed = solution.peak_bytes
+    if isinstance(solution, Solution) and solution.confirmation is not None:
+        confirmed = solution.confirmation.peak_bytes
+    return {
+        "plan": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "predicted_bytes": confirmed,
+        "budget_bytes": solution.budget_bytes,
+    }
+
+
+# Cases ------------------------------------------------------------------------------------------------
+
+
+def ddp(folder: Path, rank: int, kind: str, how: str, as_views: bool) -> dict[str, Any]:
+    model, batch = gpt() if kind == "gpt" else convolutions(), Batch(rank, kind)
+    if kind != "gpt":
+        model(batch.inputs)  # the lazy layer
+    found: dict[str, Any] = {}
+    if how in ("layers", "ops"):
+        solution = plan(
+            model,
+            batch.inputs,
+            engine=Replicated(as_views),
+            loss=batch.loss,
+            optimizer="adamw",
+            budget="60%",
+            method="rotor" if how == "layers" else None,
+        )
+        found = told(solution, folder)
+        lowtide.apply(model, solution)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_views)
+    running: Callable[..., torch.Tensor] = wrapped
+    if how == "backend":
+        compiled = torch.compile(dynamic=False, backend=lowtide.backend.lowtide, options={"budget": "10MiB"})
+        running = compiled(wrapped)
+
+    def buckets() -> int:
+        sizes = wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        return sum(int(size) for size in str(sizes).split(", "))
+
+    return {**trained(running, model, batch, rank, buckets), **found}
+
+
+def fsdp(folder: Path, rank: int, budget: str | None) -> dict[str, Any]:
+    model, batch = gpt(), Batch(rank, "gpt")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def shard(model: nn.Module) -> nn.Module:
+        for block in model.get_submodule("blocks").children():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    found: dict[str, Any] = {}
+    if budget is not None:
+        solution = plan(
+            model,
+            batch.inputs,
+            engine=Sharded(shard),
+            loss=batch.loss,
+            optimizer="adamw",
+            budget=budget,
+        )
+        found = told(solution, folder)
+        lowtide.apply(model, solution)
+    return {**trained(shard(model), model, batch, rank, lambda: 0), **found}
+
+
+def new_shapes(rank: int) -> dict[str, Any]:
+    """All ranks meet a smaller batch, and plan for it together."""
+    model, batch = gpt(), Batch(rank, "gpt")
+    smaller = Batch(rank, "gpt")
+    smaller.inputs, smaller.labels = batch.inputs[:4], batch.labels[: 4 * 64]
+    now = batch
+    engine = Replicated()
+    optimize(
+        model,
+        engine=engine,
+        loss=lambda output: now.loss(output),
+        budget="60%",
+        method="rotor",
+        timeout_seconds=60,
+    )
+    wrapped = DistributedDataParallel(model)
+    losses = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for now in (batch, smaller, batch):
+            loss = now.loss(wrapped(now.inputs))
+            loss.backward()
+            losses.append(float(loss))
+    return {"losses": losses, "warnings": [str(warning.message) for warning in caught]}
+
+
+def quarrels(rank: int) -> dict[str, Any]:
+    """What each rank is told where they cannot agree."""
+    model, batch = gpt(), Batch(rank, "gpt")
+    other = GPT(layers=2 + rank, width=64, heads=4, vocab=300, context=64)
+    odd = batch.inputs[: 8 - rank]
+
+    def told_by(model: nn.Module, inputs: torch.Tensor, **request: Any) -> list[str]:
+        try:
+            plan(model, inputs, engine=Replicated(), loss=torch.sum, timeout_seconds=30, **request)
+        except LowtideError as error:
+            return [type(error).__name__, str(error)]
+        return []
+
+    return {
+        "another model": told_by(other, batch.inputs, budget="60%"),
+        "an unequal batch": told_by(model, odd, budget="60%"),
+        "another budget": told_by(model, batch.inputs, budget=f"{60 + rank}%"),
+        "an impossible budget": told_by(model, batch.inputs, budget="1KiB", method="rotor"),
+    }
+
+
+def alone(rank: int) -> dict[str, Any]:
+    """Rank 1 meets a new shape alone, in the middle of its training."""
+    model, batch = gpt(), Batch(rank, "gpt")
+    optimize(
+        model,
+        batch.inputs,
+        engine=Replicated(),
+        loss=torch.sum,
+        budget="60%",
+        method="rotor",
+        profile=False,
+        timeout_seconds=10,
+    )
+    wrapped = DistributedDataParallel(model)
+    told = []
+    for rows in (8, 8 - rank):
+        try:
+            wrapped(batch.inputs[:rows]).sum().backward()
+        except (
+            RuntimeError,
+            LowtideError,
+        ) as error:  # of the process group, on the rank that is left waiting
+            told.append(f"{type(error).__name__}: {error}")
+    return {"told": told}
+
+
+def left(rank: int, gone: int) -> dict[str, Any]:
+    """One rank has gone before the others plan."""
+    if rank == gone:
+        os._exit(3)
+    try:
+        plan(gpt(), Batch(rank, "gpt").inputs, engine=Replicated(), loss=torch.sum, timeout_seconds=3)
+    except LowtideError as error:
+        return {"told": [f"{type(error).__name__}: {error}"]}
+    return {"told": []}
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for case in cases:
+        engine, *details = case.split("-")
+        match engine:
+            case "ddp":
+                found = ddp(folder, rank, details[0], details[1], "views" in details)
+            case "fsdp":
+                found = fsdp(folder, rank, None if details[0] == "plain" else f"{details[0]}%")
+            case "shapes":
+                found = new_shapes(rank)
+            case "quarrels":
+                found = quarrels(rank)
+            case "alone":
+                found = alone(rank)
+            case _:
+                found = left(rank, int(details[0]))
+        (folder / f"{case}.{rank}.json").write_text(json.dumps(found))
+        gc.collect()
+    if not cases[-1].startswith(("alone", "left")):  # what is broken cannot be taken down in good order
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

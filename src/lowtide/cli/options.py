@@ -31,11 +31,20 @@ _ANY_PEAK = 1 << 60  # a part of it is a whole number of bytes, whatever the par
 
 def step_options(function: Any) -> Any:
     """What step of training is meant: MODEL, its sizes, the optimizer, the device, and whether to profile."""
+    return click.argument("model")(_step(function))
+
+
+def step_or_file_options(function: Any) -> Any:
+    """The same, where a file may say it in the place of MODEL."""
+    return click.argument("model", required=False)(_step(function))
+
+
+def _step(function: Any) -> Any:
     for option in (
         click.option("--profile/--no-profile", default=True, help="Run each op once for what it takes."),
         _device_option,
         click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Include its states and its step."),
-        _sized_model,
+        _size_options,
     ):
         function = option(function)
     return function
@@ -43,7 +52,7 @@ def step_options(function: Any) -> Any:
 
 def model_options(function: Any) -> Any:
     """What is trained, where no more of the step matters: MODEL, its sizes and the device."""
-    return _sized_model(_device_option(function))
+    return click.argument("model")(_size_options(_device_option(function)))
 
 
 _device_option = click.option(
@@ -53,10 +62,10 @@ _device_option = click.option(
 )
 
 
-def _sized_model(function: Any) -> Any:
+def _size_options(function: Any) -> Any:
     for name, text in _SIZES.items():
         function = click.option(f"--{name}", metavar="N", callback=whole_number, help=text)(function)
-    return click.argument("model")(function)
+    return function
 
 
 def cutting_options(function: Any) -> Any:

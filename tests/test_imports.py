@@ -26,6 +26,7 @@ class Ring(StrEnum):
 # Modules and packages directly under lowtide; what is inside a package belongs to the package's ring.
 CORE = {
     "_version",
+    "alive",
     "allocator",
     "autodiff",
     "bounds",
@@ -44,6 +45,7 @@ CORE = {
     "gathering",
     "graph",
     "growing",
+    "guarding",
     "inplace",
     "keeping",
     "layout",
@@ -61,7 +63,9 @@ CORE = {
     "plans",
     "rounding",
     "savedvalues",
+    "scaling",
     "schedule",
+    "searching",
     "segmenting",
     "sharing",
     "shortening",

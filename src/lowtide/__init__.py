@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lowtide.applying import apply, remove
     from lowtide.arena import ArenaReport, ArenaStep, in_arena
     from lowtide.autodiff import Extended, forward_part, gradient
+    from lowtide.batching import LargestBatch, Reached, largest_batch
     from lowtide.capturing import capture
     from lowtide.chain import Chain
     from lowtide.comparing import Comparison, compare
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         MalformedGraph,
         MissingExtra,
         NotDifferentiable,
+        RanksDisagree,
         ShapeMismatch,
         UnknownFunction,
         UnknownMethod,
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from lowtide.planning import Rehearsal, optimize, plan
     from lowtide.plans import Plan, Segment
     from lowtide.profiling import profile
+    from lowtide.sampling import Batch
     from lowtide.savedvalues import Saved
     from lowtide.saving import saved
     from lowtide.schedule import Compute, Free, Schedule, straight
@@ -70,6 +73,7 @@ __all__ = [
     "ArenaTooSmall",
     "BadFile",
     "BadRequest",
+    "Batch",
     "CannotApply",
     "CannotCapture",
     "CannotRun",
@@ -90,6 +94,7 @@ __all__ = [
     "IllegalLayout",
     "IllegalSchedule",
     "InfeasibleBudget",
+    "LargestBatch",
     "Layout",
     "LowtideError",
     "MalformedGraph",
@@ -100,6 +105,8 @@ __all__ = [
     "Origin",
     "Phase",
     "Plan",
+    "RanksDisagree",
+    "Reached",
     "Reading",
     "Rehearsal",
     "Role",
@@ -129,6 +136,7 @@ __all__ = [
     "frontier",
     "gradient",
     "in_arena",
+    "largest_batch",
     "lay_out",
     "load_graph",
     "load_solution",
@@ -156,6 +164,7 @@ _NAMES_OF_MODULE = {
     "applying": ("apply", "remove"),
     "arena": ("ArenaReport", "ArenaStep", "in_arena"),
     "autodiff": ("Extended", "forward_part", "gradient"),
+    "batching": ("LargestBatch", "Reached", "largest_batch"),
     "capturing": ("capture",),
     "chain": ("Chain",),
     "comparing": ("Comparison", "compare"),
@@ -176,6 +185,7 @@ _NAMES_OF_MODULE = {
         "MalformedGraph",
         "MissingExtra",
         "NotDifferentiable",
+        "RanksDisagree",
         "ShapeMismatch",
         "UnknownFunction",
         "UnknownMethod",
@@ -192,6 +202,7 @@ _NAMES_OF_MODULE = {
     "planning": ("Rehearsal", "optimize", "plan"),
     "plans": ("Plan", "Segment"),
     "profiling": ("profile",),
+    "sampling": ("Batch",),
     "savedvalues": ("Saved",),
     "saving": ("saved",),
     "schedule": ("Compute", "Free", "Schedule", "straight"),

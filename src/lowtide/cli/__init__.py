@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 from lowtide._version import __version__
+from lowtide.cli.quiet import switch_progress
 from lowtide.errors import LowtideError
 
-_COMMANDS = ("fit", "saved", "plan", "compare", "explain", "solvers", "zoo")
+_COMMANDS = ("fit", "saved", "plan", "compare", "batch", "check", "report", "explain", "solvers", "zoo")
 _BAD_REQUEST = 2
 _INTERRUPTED = 130  # as shells say it; click's own 1 would read as "it does not fit"
 
@@ -50,5 +51,10 @@ class LazyGroup(click.Group):
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="lowtide")
-def main() -> None:
+@click.option(
+    "--progress/--no-progress", default=True, help="Show on a terminal what is being done, or do not."
+)
+@click.pass_context
+def main(ctx: click.Context, progress: bool) -> None:
     """Know, before it runs, how much memory a PyTorch training step needs, and make it need less."""
+    switch_progress(ctx, progress)

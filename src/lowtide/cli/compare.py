@@ -55,14 +55,15 @@ def command(
     Exit code: 0 fine, 2 bad request.
     """
     hush_libraries()
-    from lowtide.cli.progress import progress_bar
+    from lowtide.cli.progress import progress_bar, waiting
     from lowtide.comparing import check_methods, compare
 
     check_can_draw(plot)
     check_methods(methods)  # before any work
     with undisturbed():
         where = device or default_device()
-        setup = load_model(model, sizes, where if measure else "meta")
+        with waiting("building the model"):
+            setup = load_model(model, sizes, where if measure else "meta")
         rehearsal = rehearsed(setup, optimizer=optimizer, device=where, profile=profile)
         with progress_bar("comparing") as progress:
             comparison = compare(

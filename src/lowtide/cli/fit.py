@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from lowtide.cli.options import json_option, output_file, plot_option, size, step_options
-from lowtide.cli.preparing import check_can_draw, default_device, load_model
+from lowtide.cli.preparing import Asked, check_can_draw, predicted
 from lowtide.cli.quiet import hush_libraries, undisturbed
 
 if TYPE_CHECKING:
@@ -52,28 +52,11 @@ def command(
     hush_libraries()
     check_can_draw(plot)
     with undisturbed():
-        setup = load_model(model, sizes)
-        fit = _predict(setup, optimizer=optimizer, device=device, budget=budget, profile=profile)
+        setup, fit = predicted(Asked(model, sizes, optimizer, device, profile), budget)
     _write(fit, setup, output, plot)
     _answer(fit, setup, as_json)
     if fit.fits is False:
         click.get_current_context().exit(_DOES_NOT_FIT)
-
-
-def _predict(setup: Setup, *, device: str | None, **options: Any) -> Fit:
-    from lowtide.cli.progress import progress_bar
-    from lowtide.fitting import fit
-
-    with progress_bar("profiling") as progress:
-        return fit(
-            setup.model,
-            setup.example,
-            setup.loss,
-            device=device or default_device(),
-            name=setup.name,
-            progress=progress,
-            **options,
-        )
 
 
 def _write(fit: Fit, setup: Setup, output: Path | None, plot: Path | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lowtide.errors import BadRequest
 
 if TYPE_CHECKING:
+    from lowtide.fitting import Fit
     from lowtide.planning import Rehearsal
     from lowtide.solution import GraphSolution, Solution
     from lowtide.zoo.setup import Setup
@@ -105,11 +106,12 @@ def load_model(model: str, sizes: Mapping[str, int | None], device: str = "meta"
 
 
 def rehearsed(setup: Setup, *, optimizer: str | None, device: str | None, profile: bool) -> Rehearsal:
-    """A rehearsal whose plain step has been traced, with a bar while it is profiled."""
-    from lowtide.cli.progress import progress_bar
+    """A rehearsal whose plain step has been traced; on a terminal that is shown."""
+    from lowtide.cli.progress import stages
     from lowtide.planning import Rehearsal
 
-    with progress_bar("profiling") as progress:
+    with stages() as stage:
+        stage.begin("running the step on fake tensors")
         rehearsal = Rehearsal(
             setup.model,
             setup.example,
@@ -118,7 +120,30 @@ def rehearsed(setup: Setup, *, optimizer: str | None, device: str | None, profil
             device=device or default_device(),
             profile=profile,
             name=setup.name,
-            progress=progress,
+            progress=stage.update,
         )
         _ = rehearsal.plain
     return rehearsal
+
+
+def predicted(asked: Asked, budget: int | None = None) -> tuple[Setup, Fit]:
+    """What was asked for, built and predicted; on a terminal that is shown."""
+    from lowtide.cli.progress import stages
+    from lowtide.fitting import fit
+
+    with stages() as stage:
+        stage.begin("building the model")
+        setup = asked.load()
+        stage.begin("running the step on fake tensors")
+        found = fit(
+            setup.model,
+            setup.example,
+            setup.loss,
+            optimizer=asked.optimizer,
+            device=asked.device or default_device(),
+            budget=budget,
+            profile=asked.profile,
+            name=setup.name,
+            progress=stage.update,
+        )
+    return setup, found

@@ -1,4 +1,4 @@
-"""Progress on stderr, for people: only on a terminal, and a bar only if it is worth the while."""
+"""Progress on stderr, for people: on a terminal, unless it is switched off, and a bar if it is worth one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from lowtide.cli.quiet import wants_progress
+
 _PATIENCE_SECONDS = 1.0  # what is over sooner needs no bar
+
+
+def _terminal() -> Console | None:
+    """Where to show progress; None where nobody would see it, or wants to."""
+    console = Console(stderr=True)
+    return console if wants_progress() and console.is_terminal else None
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     """Yield what to call with (done, of); None where nobody would see a bar. Later calls do nothing."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    console = _terminal()
+    if console is None:
         yield None
         return
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -49,8 +57,8 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Say what is being done while the block runs, where it is not known how long that takes."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    console = _terminal()
+    if console is None:
         yield
         return
     with console.status(what):
@@ -78,8 +86,8 @@ class Stages:
 @contextmanager
 def stages() -> Iterator[Stages]:
     """Yield what to tell of the stages of long work; on a terminal they are shown."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    console = _terminal()
+    if console is None:
         yield Stages(None)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

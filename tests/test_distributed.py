@@ -274,6 +274,9 @@ def test_shards_are_planned_by_layers_and_cut_where_they_are_wrapped() -> None:
         plan(two_layers(), torch.randn(2, 4), engine=engine, budget="60%", method="auto")
     with pytest.raises(BadRequest, match="a sharded one is cut around the modules that `shard` wraps"):
         plan(two_layers(), torch.randn(2, 4), engine=engine, budget="60%", modules=["0"])
+    model = two_layers()
+    with pytest.raises(BadRequest, match="an optimizer for shards is made once the model is sharded"):
+        plan(model, torch.randn(2, 4), engine=engine, optimizer=torch.optim.SGD(model.parameters()))
     with pytest.raises(BadRequest, match="planned before it is sharded, and that needs an example"):
         optimize(two_layers(), engine=engine, budget="60%")
     with pytest.raises(BadRequest, match="on_new_shape is 'guess'; it is one of plan, error"):

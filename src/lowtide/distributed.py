@@ -39,7 +39,16 @@ from lowtide.sharding import Shard, hollow, trace_sharded
 from lowtide.solution import GraphSolution, Solution
 from lowtide.solvers import default_method, is_scheduler
 from lowtide.tracing import Trace
-from lowtide.training import Arguments, Example, Loss, arguments, check_optimizer
+from lowtide.training import (
+    OPTIMIZERS,
+    Arguments,
+    Example,
+    Loss,
+    Updates,
+    arguments,
+    check_optimizer,
+    optimizer_name,
+)
 from lowtide.unrolling import replay
 
 _METHOD_FOR_SHARDS = "rotor"
@@ -77,7 +86,7 @@ def plan(
     budget: str | int | None = None,
     method: str | None = None,
     loss: Loss | None = None,
-    optimizer: str | None = None,
+    optimizer: Updates | None = None,
     accumulate: int = 1,
     granularity: str | Granularity = Granularity.LAYER,
     modules: Collection[str] | None = None,
@@ -113,7 +122,7 @@ def optimize(
     budget: str | int | None = None,
     method: str | None = None,
     loss: Loss | None = None,
-    optimizer: str | None = None,
+    optimizer: Updates | None = None,
     accumulate: int = 1,
     on_new_shape: str = "plan",
     granularity: str | Granularity = Granularity.LAYER,
@@ -164,7 +173,7 @@ class _Planner:
     budget: str | int | None
     method: str | None
     loss: Loss | None
-    optimizer: str | None
+    optimizer: Updates | None
     accumulate: int
     granularity: str | Granularity
     modules: Collection[str] | None
@@ -188,6 +197,11 @@ class _Planner:
             raise BadRequest(
                 "granularity and modules say how to cut a model into a chain; a sharded one is cut around "
                 "the modules that `shard` wraps. Leave them out."
+            )
+        if sharded and not isinstance(self.optimizer, str | None):
+            raise BadRequest(
+                "an optimizer for shards is made once the model is sharded, so it has to be named here: "
+                f"{', '.join(OPTIMIZERS)}."
             )
         if not self.plans_ops:
             refuse_op_level_requests(self.budget, self.accumulate)
@@ -227,7 +241,7 @@ class _Planner:
             "inputs": ", ".join(described_inputs(example.args, example.kwargs)),
             "a budget of": str(self.budget),
             "the method": str(self.method),
-            "the optimizer": str(self.optimizer),
+            "the optimizer": str(optimizer_name(self.optimizer)),
             "the engine": type(self.engine).__name__,
             "torch": torch.__version__,
             "lowtide": __version__,
@@ -320,7 +334,7 @@ class _ShardedRehearsal(Rehearsal):
             tried = hollow(self.model)
         if solution is not None:
             apply_segments(tried, solution)
-        assert self.optimizer is None or isinstance(self.optimizer, str), "made anew for the shards"
+        assert self.optimizer is None or isinstance(self.optimizer, str), "_Planner refuses others"
         trace = trace_sharded(
             tried,
             self.example,

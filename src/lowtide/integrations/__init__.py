@@ -1,0 +1,1 @@
+"""Trainers of other libraries, whose steps lowtide keeps within a budget; one module for each of them."""

@@ -1,0 +1,75 @@
+"""Hugging Face Accelerate within a budget: `prepare`, and then a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lowtide.errors import BadRequest, MissingExtra
+from lowtide.integrations.waiting import bar_while_planning
+from lowtide.planning import optimize
+from lowtide.solvers.method import Method, Scheduler
+from lowtide.training import Loss
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, DynamoBackend
+except ModuleNotFoundError as error:
+    raise MissingExtra("accelerate", "accelerate", "preparing a model for Accelerate") from error
+
+_WHOLE_PARAMETERS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    *others: Any,
+    budget: str | int,
+    method: str | Method | Scheduler | None = None,
+    loss: Loss | None = None,
+    on_new_shape: str = "plan",
+    progress: bool = True,
+) -> tuple[Any, ...]:
+    """`accelerator.prepare(model, optimizer, *others)`, and the model trains within `budget`.
+
+    What is returned, and in which order, is Accelerate's. The first batch is planned for when the model
+    meets it. The optimizer's states and its step are counted, mixed precision is known, and so is gradient
+    accumulation, if the accelerator was told of it (`gradient_accumulation_steps`).
+
+    `loss` makes one number of the model's output, as the loop does; it is used for planning alone, with the
+    output of any batch. It may be left out if the output is the loss or carries it. `budget`,
+    `method` and `on_new_shape` are as in `lowtide.optimize`, and so is what is raised later.
+
+    `lowtide.remove(accelerator.unwrap_model(model))` takes the plan off.
+
+    Raises:
+        BadRequest: the accelerator shards parameters (FSDP, DeepSpeed, …) or compiles the model itself.
+    """
+    _refuse_what_does_not_go_together(accelerator)
+    prepared = accelerator.prepare(model, optimizer, *others)
+    optimize(
+        accelerator.unwrap_model(prepared[0]),
+        budget=budget,
+        method=method,
+        loss=loss,
+        optimizer=prepared[1].optimizer,
+        accumulate=accelerator.gradient_accumulation_steps,
+        on_new_shape=on_new_shape,
+        progress=bar_while_planning(progress and accelerator.is_local_main_process),
+    )
+    return tuple(prepared)
+
+
+def _refuse_what_does_not_go_together(accelerator: Accelerator) -> None:
+    if accelerator.distributed_type not in _WHOLE_PARAMETERS:
+        raise BadRequest(
+            f"a plan is for whole parameters on one device, and this accelerator works with "
+            f"{accelerator.distributed_type.value}. Train with DDP or on one device."
+        )
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise BadRequest(
+            "this accelerator compiles the model, and a plan is itself compiled, op by op. Leave out "
+            "dynamo_backend."
+        )

@@ -1,0 +1,187 @@
+"""Lightning within a budget: a callback that plans the whole `training_step`.
+
+In Lightning the loss is computed in `training_step`, outside of any `forward`. So that is what is planned:
+as the forward of a module around the user's, which Dynamo follows through everything but `log`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+
+from lowtide.applying import remove
+from lowtide.errors import BadRequest, MissingExtra
+from lowtide.integrations.waiting import bar_while_planning
+from lowtide.planning import optimize
+from lowtide.solvers import is_scheduler
+from lowtide.solvers.method import Scheduler
+from lowtide.training import Loss
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+except ModuleNotFoundError as error:
+    raise MissingExtra("lightning", "lightning", "a callback for Lightning's Trainer") from error
+
+_LOGGING = ("log", "log_dict", "print")
+
+
+class LowtideCallback(Callback):  # type: ignore[misc]
+    """Keeps `training_step` within `budget`: `Trainer(callbacks=[LowtideCallback("8GiB")])`.
+
+    The first batch is planned for when it comes, new shapes when they come, and no data is looked at before.
+    Everything is counted that a step holds: parameters, optimizer states, gradients (those of the
+    step before too, since Lightning drops them only after the next forward), the batch, activations and
+    temporaries. Gradient accumulation, precision and the optimizer are the Trainer's.
+
+    Losses and weights are those of a training without it; bit for bit where PyTorch is deterministic and
+    there is no mixed precision (see `lowtide.apply`). While a plan is made, `training_step` runs on fake
+    tensors: `self.log`, `self.log_dict` and `self.print` are silent then, and attributes of modules are put
+    back. A `training_step` that decides by `batch_idx` or `self.global_step` is compiled anew for each of
+    their values, and refused (CannotApply) where these change what it computes.
+
+    `module` names a submodule to plan in its stead ("net"), with a `loss` that makes one number of its
+    output, unless that carries one: for a `training_step` that cannot be captured. What happens
+    outside of the module is not counted then. `budget`, `method`, for ops, and `on_new_shape` are as in
+    `lowtide.optimize`. With `progress` a terminal shows how far planning is.
+
+    The plan is taken off when the training ends, or an exception ends it.
+
+    Raises, when the training begins:
+        BadRequest: optimization is manual, the strategy shards parameters, the module is compiled, there
+            is no such submodule, or an argument makes no sense.
+    Raises, in the first step: what `lowtide.optimize` does, InfeasibleBudget above all.
+    """
+
+    def __init__(
+        self,
+        budget: str | int,
+        *,
+        module: str | None = None,
+        loss: Loss | None = None,
+        method: str | Scheduler | None = None,
+        on_new_shape: str = "plan",
+        progress: bool = True,
+    ) -> None:
+        if method is not None and not is_scheduler(method):
+            raise BadRequest(f"{method} plans layers; Lightning's steps are planned op by op: try auto.")
+        if loss is not None and module is None:
+            raise BadRequest("training_step returns the loss; `loss` is for a `module` that has none.")
+        self.budget = budget
+        self.module = module
+        self.loss = loss
+        self.method = method
+        self.on_new_shape = on_new_shape
+        self.progress = progress
+        self._undo: list[Callable[[], None]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put a plan on the module that will be made when the first batch comes."""
+        _refuse_what_does_not_go_together(trainer, pl_module)
+        planned = _TrainingStep(pl_module) if self.module is None else _submodule(pl_module, self.module)
+        optimize(
+            planned,
+            budget=self.budget,
+            method=self.method,
+            loss=self.loss,
+            optimizer=trainer.optimizers[0] if trainer.optimizers else None,
+            accumulate=max(2, trainer.accumulate_grad_batches),  # the step before leaves its gradients
+            on_new_shape=self.on_new_shape,
+            progress=bar_while_planning(self.progress and trainer.is_global_zero),
+        )
+        self._undo = [functools.partial(remove, planned)]
+        if isinstance(planned, _TrainingStep):
+            for name in _LOGGING:
+                self._stand_in(pl_module, name, _unless_planning(getattr(pl_module, name)))
+            self._stand_in(pl_module, "training_step", planned.as_method())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take the plan off."""
+        self._take_off()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Take the plan off."""
+        self._take_off()
+
+    def _stand_in(self, pl_module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        """Replace a method on this one instance."""
+        if name in vars(pl_module):
+            self._undo.append(functools.partial(vars(pl_module).__setitem__, name, vars(pl_module)[name]))
+        else:
+            self._undo.append(functools.partial(vars(pl_module).pop, name))
+        vars(pl_module)[name] = function
+
+    def _take_off(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+@dataclass(frozen=True, eq=False)
+class _Counters:
+    """`batch_idx` and the like. They are no inputs: a batch with another number is planned for already."""
+
+    values: tuple[int, ...]
+
+
+class _TrainingStep(nn.Module):
+    """The training step of a LightningModule as the forward of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.own: Callable[..., Any] = module.training_step  # type: ignore[assignment]
+
+    def forward(self, batch: Any, counters: _Counters) -> Any:
+        return self.own(batch, *counters.values)
+
+    def as_method(self) -> Callable[..., Any]:
+        """What Lightning calls, and looks at, in place of the module's own training step."""
+
+        @functools.wraps(self.own)
+        def training_step(batch: Any, *counters: int) -> Any:
+            return self(batch, _Counters(counters))
+
+        return training_step
+
+
+def _unless_planning(method: Callable[..., None]) -> Callable[..., None]:
+    """`method`, which is not compiled, and does nothing where its arguments are fakes."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> None:
+        if detect_fake_mode() is None:
+            method(*args, **kwargs)
+
+    uncompiled: Callable[..., None] = torch.compiler.disable(call)
+    return uncompiled
+
+
+def _submodule(pl_module: nn.Module, path: str) -> nn.Module:
+    try:
+        return pl_module.get_submodule(path)
+    except AttributeError:
+        children = ", ".join(name for name, _ in pl_module.named_children())
+        raise BadRequest(f"{type(pl_module).__name__} has no module '{path}'. It has: {children}.") from None
+
+
+def _refuse_what_does_not_go_together(trainer: Any, pl_module: Any) -> None:
+    name = type(pl_module).__name__
+    if not pl_module.automatic_optimization:
+        raise BadRequest(
+            f"{name} optimizes manually: its training_step calls backward and optimizer itself, and a plan "
+            "is for what comes before these. Call lowtide.optimize(network, …) for each network that it "
+            "trains, or let Lightning optimize (automatic_optimization)."
+        )
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise BadRequest(
+            f"a plan is for whole parameters on one device, and the strategy is "
+            f"{type(trainer.strategy).__name__}. Train with DDP or on one device."
+        )
+    if pl_module._compiler_ctx is not None:
+        raise BadRequest(f"{name} is compiled, and so is a plan. Give the Trainer the module as it is.")

@@ -1,0 +1,99 @@
+"""Hugging Face's Trainer within a budget: a callback that puts a plan on the model while it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowtide.applying import remove
+from lowtide.errors import BadRequest, MissingExtra
+from lowtide.integrations.waiting import bar_while_planning
+from lowtide.planning import optimize
+from lowtide.solvers.method import Method, Scheduler
+from lowtide.training import Loss
+
+try:
+    from transformers import TrainerCallback
+except ModuleNotFoundError as error:
+    raise MissingExtra("transformers", "transformers", "a callback for Hugging Face's Trainer") from error
+
+# What a Trainer may be told that does not go together with a plan, and why.
+_REFUSED = {
+    "gradient_checkpointing": "both would recompute, and the budget would count what is not kept. Leave it "
+    "out: the plan recomputes what the budget asks for",
+    "torch_compile": "a plan is itself compiled, op by op. Leave it out",
+    "fsdp": "a plan is for whole parameters, and FSDP shards them. Train with DDP or on one device",
+    "deepspeed": "a plan is for whole parameters, and DeepSpeed moves them. Train with DDP or on one device",
+}
+
+
+class LowtideCallback(TrainerCallback):  # type: ignore[misc]
+    """Keeps the step of a `Trainer` within `budget`: `Trainer(…, callbacks=[LowtideCallback("8GiB")])`.
+
+    The first batch is planned for when the model meets it, new shapes when they are met, and no data is
+    looked at before. Parameters, optimizer states, gradients, the batch, activations and temporaries are
+    counted; of gradient accumulation and mixed precision, and of the optimizer that the Trainer made, the
+    callback knows by itself. Not counted: batches that the Trainer has fetched ahead, and clipping, which
+    comes after the backward and holds one number for each parameter.
+
+    Losses and weights are those of a training without it; bit for bit where PyTorch is deterministic and
+    there is no mixed precision (see `lowtide.apply`). `budget`, `method`, `loss` and `on_new_shape` are as in
+    `lowtide.optimize`; `loss` is wanted only where the model's output carries none, because the
+    Trainer computes it (`compute_loss_func`, `label_smoothing_factor`). With `progress` a terminal shows how
+    far planning is.
+
+    The plan is taken off when the training ends. A Trainer tells no callback of an error that ends it
+    early: then `lowtide.remove(model)` takes it off, and the next training replaces it.
+
+    Raises, when the training begins:
+        BadRequest: gradient_checkpointing, torch_compile, FSDP, DeepSpeed or DataParallel are asked for too,
+            or an argument makes no sense.
+    Raises, in the first step: what `lowtide.optimize` does, InfeasibleBudget above all.
+    """
+
+    def __init__(
+        self,
+        budget: str | int,
+        *,
+        method: str | Method | Scheduler | None = None,
+        loss: Loss | None = None,
+        on_new_shape: str = "plan",
+        progress: bool = True,
+    ) -> None:
+        self.budget = budget
+        self.method = method
+        self.loss = loss
+        self.on_new_shape = on_new_shape
+        self.progress = progress
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **others: Any
+    ) -> None:
+        """Put a plan on the model that will be made when it meets its first batch."""
+        _refuse_what_does_not_go_together(args)
+        optimize(
+            model,
+            budget=self.budget,
+            method=self.method,
+            loss=self.loss,
+            optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it
+            accumulate=args.gradient_accumulation_steps,
+            on_new_shape=self.on_new_shape,
+            progress=bar_while_planning(self.progress and state.is_local_process_zero),
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **others: Any) -> None:
+        """Take the plan off."""
+        remove(model)
+
+
+def _refuse_what_does_not_go_together(args: Any) -> None:
+    for name, why in _REFUSED.items():
+        asked = getattr(args, name, None)
+        if asked:
+            raise BadRequest(f"LowtideCallback does not go together with {name}={asked}: {why}.")
+    if args.n_gpu > 1:
+        raise BadRequest(
+            f"LowtideCallback does not go together with DataParallel, which copies the model to {args.n_gpu} "
+            "GPUs in each step. Start one process for each GPU (torchrun), or show it one "
+            "(CUDA_VISIBLE_DEVICES=0)."
+        )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +32,7 @@ import lowtide.backend
 from lowtide.distributed import Replicated, Sharded, optimize, plan
 from lowtide.errors import LowtideError
 from lowtide.files import save_solution
+from lowtide.integrations.accelerate import prepare
 from lowtide.solution import GraphSolution, Solution
 from lowtide.zoo.gpt import GPT
 
@@ -198,6 +200,37 @@ def fsdp(folder: Path, rank: int, budget: str | None) -> dict[str, Any]:
     return {**trained(shard(model), model, batch, rank, lambda: 0), **found}
 
 
+def accelerated(rank: int, budget: str | None) -> dict[str, Any]:
+    """Accelerate's DDP, whose model is planned when the first batch comes."""
+    accelerator, batch = Accelerator(cpu=True), Batch(rank, "gpt")
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    if budget is None:
+        wrapped, updates = accelerator.prepare(model, optimizer)
+    else:
+        wrapped, updates = prepare(
+            accelerator, model, optimizer, budget=budget, loss=batch.loss, progress=False
+        )
+    torch.manual_seed(7 + rank)
+    losses, readings = [], []
+
+    def step() -> None:
+        loss = batch.loss(wrapped(batch.inputs))
+        accelerator.backward(loss)
+        updates.step()
+        losses.append(loss.item())
+
+    for _ in range(STEPS):
+        updates.zero_grad()
+        readings.append(lowtide.measure(step).growth_bytes)
+    return {
+        "losses": losses,
+        "weights": digest(map(local, model.parameters())),
+        "gradients": digest(local(parameter.grad) for parameter in model.parameters()),
+        "measured_bytes": readings[-1],
+    }
+
+
 def new_shapes(rank: int) -> dict[str, Any]:
     """All ranks meet a smaller batch, and plan for it together."""
     model, batch = gpt(), Batch(rank, "gpt")
@@ -293,6 +326,8 @@ def main(folder: Path, cases: list[str]) -> None:
                 found = ddp(folder, rank, details[0], details[1], "views" in details)
             case "fsdp":
                 found = fsdp(folder, rank, None if details[0] == "plain" else f"{details[0]}%")
+            case "accelerate":
+                found = accelerated(rank, None if details[0] == "plain" else f"{details[0]}%")
             case "shapes":
                 found = new_shapes(rank)
             case "quarrels":

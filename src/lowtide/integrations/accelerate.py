@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from lowtide.errors import BadRequest, MissingExtra
+from lowtide.integrations.ranks import optimize_where_it_trains
 from lowtide.integrations.waiting import bar_while_planning
-from lowtide.planning import optimize
 from lowtide.solvers.method import Method, Scheduler
 from lowtide.training import Loss
 
@@ -36,7 +36,8 @@ def prepare(
 
     What is returned, and in which order, is Accelerate's. The first batch is planned for when the model
     meets it. The optimizer's states and its step are counted, mixed precision is known, and so is gradient
-    accumulation, if the accelerator was told of it (`gradient_accumulation_steps`).
+    accumulation, if the accelerator was told of it (`gradient_accumulation_steps`). Several processes share
+    one plan, and DDP's buckets are counted.
 
     `loss` makes one number of the model's output, as the loop does; it is used for planning alone, with the
     output of any batch. It may be left out if the output is the loss or carries it. `budget`,
@@ -49,7 +50,7 @@ def prepare(
     """
     _refuse_what_does_not_go_together(accelerator)
     prepared = accelerator.prepare(model, optimizer, *others)
-    optimize(
+    optimize_where_it_trains(
         accelerator.unwrap_model(prepared[0]),
         budget=budget,
         method=method,

@@ -17,8 +17,8 @@ from torch._guards import detect_fake_mode
 
 from lowtide.applying import remove
 from lowtide.errors import BadRequest, MissingExtra
+from lowtide.integrations.ranks import optimize_where_it_trains
 from lowtide.integrations.waiting import bar_while_planning
-from lowtide.planning import optimize
 from lowtide.solvers import is_scheduler
 from lowtide.solvers.method import Scheduler
 from lowtide.training import Loss
@@ -38,7 +38,8 @@ class LowtideCallback(Callback):  # type: ignore[misc]
     The first batch is planned for when it comes, new shapes when they come, and no data is looked at before.
     Everything is counted that a step holds: parameters, optimizer states, gradients (those of the
     step before too, since Lightning drops them only after the next forward), the batch, activations and
-    temporaries. Gradient accumulation, precision and the optimizer are the Trainer's.
+    temporaries. Gradient accumulation, precision and the optimizer are the Trainer's. Several processes share
+    one plan, and DDP's buckets are counted.
 
     Losses and weights are those of a training without it; bit for bit where PyTorch is deterministic and
     there is no mixed precision (see `lowtide.apply`). While a plan is made, `training_step` runs on fake
@@ -85,7 +86,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
         """Put a plan on the module that will be made when the first batch comes."""
         _refuse_what_does_not_go_together(trainer, pl_module)
         planned = _TrainingStep(pl_module) if self.module is None else _submodule(pl_module, self.module)
-        optimize(
+        optimize_where_it_trains(
             planned,
             budget=self.budget,
             method=self.method,

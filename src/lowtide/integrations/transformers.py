@@ -6,8 +6,8 @@ from typing import Any
 
 from lowtide.applying import remove
 from lowtide.errors import BadRequest, MissingExtra
+from lowtide.integrations.ranks import optimize_where_it_trains
 from lowtide.integrations.waiting import bar_while_planning
-from lowtide.planning import optimize
 from lowtide.solvers.method import Method, Scheduler
 from lowtide.training import Loss
 
@@ -32,8 +32,9 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
     The first batch is planned for when the model meets it, new shapes when they are met, and no data is
     looked at before. Parameters, optimizer states, gradients, the batch, activations and temporaries are
     counted; of gradient accumulation and mixed precision, and of the optimizer that the Trainer made, the
-    callback knows by itself. Not counted: batches that the Trainer has fetched ahead, and clipping, which
-    comes after the backward and holds one number for each parameter.
+    callback knows by itself. Several processes share one plan, and DDP's buckets are counted. Not counted:
+    batches that the Trainer has fetched ahead, and clipping, which comes after the backward and holds one
+    number for each parameter.
 
     Losses and weights are those of a training without it; bit for bit where PyTorch is deterministic and
     there is no mixed precision (see `lowtide.apply`). `budget`, `method`, `loss` and `on_new_shape` are as in
@@ -70,7 +71,7 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Put a plan on the model that will be made when it meets its first batch."""
         _refuse_what_does_not_go_together(args)
-        optimize(
+        optimize_where_it_trains(
             model,
             budget=self.budget,
             method=self.method,

@@ -567,3 +567,27 @@ def test_requests_that_make_no_sense(options: dict[str, Any], message: str) -> N
     with pytest.raises(BadRequest, match=message):
         lowtide.optimize(model, (IMAGES, LABELS), **{"budget": "60%", **options})
     assert "forward" not in vars(model)
+
+
+def outliving(plan_it: Callable[[nn.Module, torch.Tensor], object]) -> list[bool]:
+    """Whether the weights, and the batch, are still there when nobody wants them any more."""
+    model, batch = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(32, 8)
+    plan_it(model, batch)
+    watched = [weakref.ref(tensor) for tensor in (*model.parameters(), batch)]
+    del model, batch
+    gc.collect()
+    return [reference() is not None for reference in watched]
+
+
+@pytest.mark.parametrize(
+    "plan_it",
+    [
+        lambda model, batch: lowtide.fit(model, batch, torch.sum, optimizer="adamw").peak_bytes,
+        lambda model, batch: lowtide.plan(model, batch, loss=torch.sum, budget="min").peak_bytes,
+        lambda model, batch: lowtide.plan(model, batch, loss=torch.sum, method="rotor").peak_bytes,
+        lambda model, batch: lowtide.optimize(model, batch, loss=torch.sum, budget="min")(batch).sum(),
+    ],
+    ids=["fit", "plan of ops", "plan of layers", "optimize"],
+)
+def test_nothing_of_a_model_outlives_it(plan_it: Callable[[nn.Module, torch.Tensor], object]) -> None:
+    assert not any(outliving(plan_it))

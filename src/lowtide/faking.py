@@ -156,6 +156,7 @@ def faked(
         for restore in undo:
             restore()
         _restore_random_state(streams)
+        twins.forget()  # autograd may hold on to hooks of fakes for ever, and these to what made them
 
 
 def _fake_module(twins: Twins, path: str, module: nn.Module) -> None:

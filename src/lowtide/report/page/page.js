@@ -729,8 +729,8 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
       button.addEventListener("click", () => choose(Number(button.dataset.curve), state.moment)));
     document.querySelectorAll("[data-axis]").forEach((button) =>
       button.addEventListener("click", () => { setAxis(button.dataset.axis); drawTimeline(); }));
-    byId("theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; draw(); });
-    prefersDark.addEventListener("change", draw);
+    byId("theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; redraw(); });
+    prefersDark.addEventListener("change", redraw);
     if (placed.bytes.length) listenToArena();
   }
 
@@ -750,14 +750,27 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
     byId("theme").setAttribute("aria-pressed", String(dark));
     drawLegend();
     showMoment();
-    return Promise.all([drawTimeline(), drawStrip(), drawFrontier(), drawMeasured(), drawArena()]);
+    return drawTimeline();
+  }
+
+  // What is further down the page can wait until the timeline is seen.
+  function drawTheRest() {
+    return Promise.all([drawStrip(), drawFrontier(), drawMeasured(), drawArena()]);
+  }
+
+  function redraw() {
+    return draw().then(drawTheRest);
   }
 
   setAxis("op");
   state.moment = curves[state.curve].peakMoment ?? 0;
-  draw().then(() => {
-    listen();
-    window.lowtide = { curves, state, choose }; // what the page shows, for whoever wants to look closer
-    window.lowtideReady = performance.now();
-  });
+  draw()
+    .then(() => new Promise((seen) => requestAnimationFrame(() => setTimeout(seen))))
+    .then(() => { window.lowtideOpen = performance.now(); })
+    .then(drawTheRest)
+    .then(() => {
+      listen();
+      window.lowtide = { curves, state, choose }; // what the page shows, for whoever wants to look closer
+      window.lowtideReady = performance.now();
+    });
 });

@@ -148,8 +148,9 @@ def largest_batch(
     With a `time_limit` of 1.2, a planned step takes 1.2 times as long as without recomputation, at most.
 
     Both answers have been captured at the batch that is given, and their promised bytes are within `memory`.
-    At the next batch the search found nothing that fits. On a CPU, workspaces and times are those of the two
-    small batches that were profiled, scaled; on a GPU that is here, they are measured at the answer again.
+    At the next batch the search found nothing that fits. On a CPU, workspaces and times of steps that take
+    more than two seconds are those of the two small batches that were profiled, scaled; otherwise, and on a
+    GPU that is here, ops are run at the answer again.
     `progress(done, of)` is called while ops are profiled, `telling(text)` when something else begins.
 
     Raises:

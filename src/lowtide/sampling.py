@@ -21,6 +21,7 @@ from lowtide.training import Example, Loss, Updates
 
 MOST = 1 << 20  # larger batches are not looked for
 _SMALLEST = 4  # for a single sample, kernels of their own are chosen
+_QUICK_SECONDS = 2.0  # a step that takes no longer is profiled at the answer too: lines are rough for times
 _PART = 64  # of the batch that fits, roughly, a sample is this part: its kernels are those of large batches
 
 
@@ -114,11 +115,17 @@ class Steps:
             if self.lines is None:
                 self._real[batch] = _Captured(**given)
             else:
-                estimated = self.asked.profile and not self.device.startswith("cuda")
-                given["profile"] = self.asked.profile and not estimated
                 expected = self.predicted(batch)
+                estimated = self.asked.profile and self._is_long(expected)
+                given["profile"] = self.asked.profile and not estimated
                 self._real[batch] = _Captured(**given, expected=expected, estimated=estimated)
         return self._real[batch]
+
+    def _is_long(self, step: StepBudget) -> bool:
+        """Whether running the ops of a step would take long. On CUDA it never does."""
+        if self.device.startswith("cuda"):
+            return False
+        return sum(op.seconds for op in step.plain.graph.ops) > _QUICK_SECONDS
 
     def abandon_lines(self, reason: DoesNotScale) -> None:
         """From now on every step is captured."""

@@ -11,34 +11,34 @@ everything that the engine holds there is counted: buckets, or shards and gather
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lowtide._version import __version__
 from lowtide.agreeing import TIMEOUT_SECONDS, agreed
-from lowtide.applying import remove, set_aside
-from lowtide.budgeting import StepBudget
-from lowtide.chain import Chain
+from lowtide.applying import remove
 from lowtide.cutting import Granularity
 from lowtide.errors import BadRequest
-from lowtide.fitting import Progress, with_costs
-from lowtide.graph import Graph
+from lowtide.fitting import Progress
 from lowtide.identity import described_inputs, fingerprint
 from lowtide.planning import ON_NEW_SHAPE, Rehearsal, refuse_cutting, refuse_op_level_requests
-from lowtide.plans import Plan
-from lowtide.replicating import replicated, with_buckets
+from lowtide.rehearsing import (
+    Engine,
+    Replicated,
+    ReplicatedBudget,
+    ReplicatedRehearsal,
+    Sharded,
+    ShardedRehearsal,
+)
 from lowtide.rerouting import reroute
 from lowtide.segments import Model
 from lowtide.segments import apply as apply_segments
 from lowtide.segments import remove as remove_segments
-from lowtide.sharding import Shard, hollow, trace_sharded
 from lowtide.solution import GraphSolution, Solution
 from lowtide.solvers import default_method, is_scheduler
-from lowtide.tracing import Trace
 from lowtide.training import (
     OPTIMIZERS,
     Arguments,
@@ -49,33 +49,10 @@ from lowtide.training import (
     check_optimizer,
     optimizer_name,
 )
-from lowtide.unrolling import replay
+
+__all__ = ["Engine", "Replicated", "Sharded", "optimize", "plan"]
 
 _METHOD_FOR_SHARDS = "rotor"
-
-
-@dataclass(frozen=True)
-class Replicated:
-    """DistributedDataParallel: every rank has the whole model, and buckets to reduce gradients in.
-
-    `gradient_as_bucket_view` is what DistributedDataParallel is given too. A plan of ops counts gradients
-    beside the buckets all the same: it makes all of them before the first is copied.
-    """
-
-    gradient_as_bucket_view: bool = False
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """FSDP2: every rank has a shard of each parameter. `shard` calls `fully_shard` on blocks and model.
-
-    It is tried out on copies that hold no memory, and no collective runs: the mesh may be the real one.
-    """
-
-    shard: Shard
-
-
-Engine: TypeAlias = Replicated | Sharded
 
 
 def plan(
@@ -249,7 +226,7 @@ class _Planner:
 
     def _ops(self, model: nn.Module, example: Arguments) -> GraphSolution:
         assert self.method is not None
-        step = _ReplicatedBudget(
+        step = ReplicatedBudget(
             model,
             example,
             self.loss,
@@ -270,83 +247,5 @@ class _Planner:
         engine, progress = self.engine, self.progress
         given = (model, example, self.loss, self.optimizer, self.device, self.profile)
         if isinstance(engine, Sharded):
-            return _ShardedRehearsal(*given, progress=progress, engine=engine)
-        return _ReplicatedRehearsal(*given, progress=progress, engine=engine)
-
-
-# How a rank's step is rehearsed -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _ReplicatedBudget(StepBudget):
-    """A step that is planned op by op, with DDP's buckets beside it."""
-
-    def surrounded(self, graph: Graph) -> Graph:
-        return with_buckets(graph, self.model)
-
-
-@dataclass(frozen=True)
-class _ReplicatedRehearsal(Rehearsal):
-    """A step that is planned by layers, with DDP's buckets beside it."""
-
-    engine: Replicated = field(default_factory=Replicated)
-
-    def _trace(self, solution: Solution | None) -> Trace:
-        as_views = self.engine.gradient_as_bucket_view
-        return replicated(super()._trace(solution), self.model, as_views=as_views)
-
-
-@dataclass(frozen=True)
-class _ShardedRehearsal(Rehearsal):
-    """A step that is planned by layers and tried out with the engine at work."""
-
-    engine: Sharded = field(kw_only=True)
-
-    def chain(
-        self, granularity: str | Granularity = Granularity.LAYER, modules: Collection[str] | None = None
-    ) -> Chain:
-        """The chain of the model alone, cut around what is gathered as one.
-
-        What is always there is made to differ by as much as the peaks of the two plain steps do. It is a
-        starting point: what counts is what the engine does under the plan, and that is tried out.
-        """
-        plain = Rehearsal(
-            self.model,
-            self.example,
-            self.loss,
-            self.optimizer,
-            self.device,
-            self.profile,
-            self.name,
-            self.progress,
-        )
-        chain = plain.chain(granularity, self._units() or modules)
-        difference = self.plain.peak_bytes - replay(chain, Plan()).peak_bytes
-        return replace(chain, base_bytes=max(0, chain.base_bytes + difference))
-
-    def _units(self) -> list[str]:
-        """The paths of the modules below the model itself that the engine wraps."""
-        sharded = self.engine.shard(hollow(self.model))
-        return [path for path, module in sharded.named_modules() if path and isinstance(module, FSDPModule)]
-
-    def _trace(self, solution: Solution | None) -> Trace:
-        with set_aside(self.model):
-            tried = hollow(self.model)
-        if solution is not None:
-            apply_segments(tried, solution)
-        assert self.optimizer is None or isinstance(self.optimizer, str), "_Planner refuses others"
-        trace = trace_sharded(
-            tried,
-            self.example,
-            self.loss,
-            self.engine.shard,
-            optimizer=self.optimizer,
-            device=self.device or _home(self.model),
-            name=self.name,
-        )
-        return replace(trace, graph=with_costs(trace.graph, self.progress)) if self.profile else trace
-
-
-def _home(model: nn.Module) -> torch.device | None:
-    """Where a model is."""
-    return next((parameter.device for parameter in model.parameters()), None)
+            return ShardedRehearsal(*given, progress=progress, engine=engine)
+        return ReplicatedRehearsal(*given, progress=progress, engine=engine)

@@ -1,0 +1,131 @@
+"""A rank's step, rehearsed with everything that its engine holds there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lowtide.applying import set_aside
+from lowtide.budgeting import StepBudget
+from lowtide.chain import Chain
+from lowtide.cutting import Granularity
+from lowtide.fitting import with_costs
+from lowtide.graph import Graph
+from lowtide.planning import Rehearsal
+from lowtide.plans import Plan
+from lowtide.replicating import replicated, with_buckets
+from lowtide.segments import apply as apply_segments
+from lowtide.sharding import Shard, hollow, trace_sharded
+from lowtide.solution import Solution
+from lowtide.tracing import Trace
+from lowtide.unrolling import replay
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """DistributedDataParallel: every rank has the whole model, and buckets to reduce gradients in.
+
+    `gradient_as_bucket_view` is what DistributedDataParallel is given too. A plan of ops counts gradients
+    beside the buckets all the same: it makes all of them before the first is copied.
+    """
+
+    gradient_as_bucket_view: bool = False
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """FSDP2: every rank has a shard of each parameter. `shard` calls `fully_shard` on blocks and model.
+
+    It is tried out on copies that hold no memory, and no collective runs: the mesh may be the real one.
+    """
+
+    shard: Shard
+
+
+Engine: TypeAlias = Replicated | Sharded
+
+
+@dataclass(frozen=True)
+class ReplicatedBudget(StepBudget):
+    """A step that is planned op by op, with DDP's buckets beside it."""
+
+    def surrounded(self, graph: Graph) -> Graph:
+        """With the buckets."""
+        return with_buckets(graph, self.model)
+
+
+@dataclass(frozen=True)
+class ReplicatedRehearsal(Rehearsal):
+    """A step that is planned by layers, with DDP's buckets beside it."""
+
+    engine: Replicated = field(default_factory=Replicated)
+
+    def _trace(self, solution: Solution | None) -> Trace:
+        as_views = self.engine.gradient_as_bucket_view
+        return replicated(super()._trace(solution), self.model, as_views=as_views)
+
+
+@dataclass(frozen=True)
+class ShardedRehearsal(Rehearsal):
+    """A step that is planned by layers and tried out with the engine at work."""
+
+    engine: Sharded = field(kw_only=True)
+
+    def chain(
+        self, granularity: str | Granularity = Granularity.LAYER, modules: Collection[str] | None = None
+    ) -> Chain:
+        """The chain of the model alone, cut around what is gathered as one.
+
+        What is always there is made to differ by as much as the peaks of the two plain steps do. It is a
+        starting point: what counts is what the engine does under the plan, and that is tried out.
+        """
+        plain = Rehearsal(
+            self.model,
+            self.example,
+            self.loss,
+            self.optimizer,
+            self.device,
+            self.profile,
+            self.name,
+            self.progress,
+        )
+        chain = plain.chain(granularity, self._units() or modules)
+        difference = self.plain.peak_bytes - replay(chain, Plan()).peak_bytes
+        return replace(chain, base_bytes=max(0, chain.base_bytes + difference))
+
+    def _hollow(self) -> nn.Module:
+        with set_aside(self.model):
+            return hollow(self.model)
+
+    def _units(self) -> list[str]:
+        """The paths of the modules below the model itself that the engine wraps."""
+        sharded = self.engine.shard(self._hollow())
+        return [path for path, module in sharded.named_modules() if path and isinstance(module, FSDPModule)]
+
+    def _trace(self, solution: Solution | None) -> Trace:
+        tried = self._hollow()
+        if solution is not None:
+            apply_segments(tried, solution)
+        assert self.optimizer is None or isinstance(self.optimizer, str), (
+            "an optimizer that exists is over whole parameters"
+        )
+        trace = trace_sharded(
+            tried,
+            self.example,
+            self.loss,
+            self.engine.shard,
+            optimizer=self.optimizer,
+            device=self.device or _home(self.model),
+            name=self.name,
+        )
+        return replace(trace, graph=with_costs(trace.graph, self.progress)) if self.profile else trace
+
+
+def _home(model: nn.Module) -> torch.device | None:
+    """Where a model is."""
+    return next((parameter.device for parameter in model.parameters()), None)

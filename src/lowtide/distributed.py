@@ -113,11 +113,13 @@ def optimize(
 
     Inputs of another shape are planned for when they are met first, by all ranks together: a rank that meets
     them alone raises RanksDisagree once `timeout_seconds` have passed. With `on_new_shape="error"` they are
-    refused at once. Without an example the first inputs of the training are planned for; under `Sharded` that
-    cannot be, since the model is sharded by then. The other arguments are as in `lowtide.distributed.plan`.
+    refused at once. Without an example the first inputs of the training are planned for. Under `Sharded`
+    neither can be, since the model is sharded by then: an example is needed, and other shapes are refused,
+    whatever `on_new_shape` says. The other arguments are as in `lowtide.distributed.plan`.
 
     Raises:
         RanksDisagree and others: as in `lowtide.distributed.plan`.
+        CannotApply: when they are met, inputs that are refused.
     """
     if on_new_shape not in ON_NEW_SHAPE:
         raise BadRequest(f"on_new_shape is {on_new_shape!r}; it is one of {', '.join(ON_NEW_SHAPE)}.")

@@ -1,7 +1,7 @@
 """Under DDP and FSDP2, does every rank hold what was predicted, and what does the plan cost?
 
     torchrun --nproc-per-node 2 benchmarks/engines.py -o benchmarks/results/engines-DATE.md --commit HASH
-             [--layers 24 --width 1024 --heads 16 --tokens 1024 --batch 8 --vocab 50257]
+             [--layers 24 --width 1024 --heads 16 --tokens 1024 --batch 8 --vocab 50257] [--budgets 60% 45%]
 
 A GPT is trained with AdamW by PyTorch's engine as it is and under plans, one after another, on one GPU a rank
 over NCCL, or on a CPU over gloo. Peaks are those of the rank that holds most. On CUDA they are the
@@ -16,7 +16,7 @@ import gc
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,7 @@ from paper_report import heading, percent, table
 SIZES = {"layers": 8, "width": 128, "heads": 4, "tokens": 128, "batch": 8, "vocab": 1000}
 WARM_UP = 3
 TIMED = 7
-WAYS = (  # engine, method, budget
-    ("ddp", None, None),
-    ("ddp", "rotor", "60%"),
-    ("ddp", "rotor", "45%"),
-    ("ddp", "auto", "60%"),
-    ("ddp", "auto", "45%"),
-    ("fsdp2", None, None),
-    ("fsdp2", "rotor", "60%"),
-    ("fsdp2", "rotor", "45%"),
-)
+METHODS = {"ddp": ("rotor", "auto"), "fsdp2": ("rotor",)}
 Json = dict[str, Any]
 
 
@@ -59,14 +50,8 @@ def main() -> None:
     )
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--commit", default="unknown", help="of the code, to be written down")
-    for name, default in {
-        "layers": 8,
-        "width": 128,
-        "heads": 4,
-        "tokens": 128,
-        "batch": 8,
-        "vocab": 1000,
-    }.items():
+    parser.add_argument("--budgets", nargs="+", default=["60%", "45%"], help="of each engine's plain peak")
+    for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     chosen = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -75,7 +60,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rows: list[Json] = []
-    for engine, method, budget in WAYS:
+    for engine, method, budget in ways(chosen.budgets):
         found = Training(chosen, device, engine).row(method, budget)
         everyones: list[Json] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyones, found)
@@ -89,14 +74,19 @@ def main() -> None:
             "machine": machine(chosen.commit),
             "ranks": dist.get_world_size(),
             "backend": dist.get_backend(),
-            "sizes": {
-                name: getattr(chosen, name) for name in ("layers", "width", "tokens", "batch", "vocab")
-            },
+            "sizes": {name: getattr(chosen, name) for name in SIZES},
             "rows": rows,
         }
         write_text(chosen.output.with_suffix(".json"), json.dumps(document, indent=1))
         write_text(chosen.output, "\n".join(rendered(document)).rstrip() + "\n")
     dist.destroy_process_group()
+
+
+def ways(budgets: Sequence[str]) -> Iterator[tuple[str, str | None, str | None]]:
+    """What is trained with: an engine as it is, then with every method within every budget."""
+    for engine, methods in METHODS.items():
+        yield engine, None, None
+        yield from ((engine, method, budget) for method in methods for budget in budgets)
 
 
 class Training:

@@ -38,7 +38,7 @@ def main() -> None:
         tokens,
         loss=loss_of,
         optimizer="adamw",
-        budget="50%",  # of what one rank would hold; "8GiB" on a real one
+        budget="75%",  # of what one rank would hold; "8GiB" on a real one
         engine=lowtide.distributed.Replicated(),
     )
     model = lowtide.apply(model, plan)

@@ -47,7 +47,7 @@ def main() -> None:
         tokens,
         loss=loss_of,
         optimizer="adamw",
-        budget="50%",  # of what one rank would hold, sharded; "8GiB" on a real one
+        budget="75%",  # of what one rank would hold, sharded; "8GiB" on a real one
         engine=lowtide.distributed.Sharded(shard),
     )
     shard(lowtide.apply(model, plan))

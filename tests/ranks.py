@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,6 +34,7 @@ from lowtide.distributed import Replicated, Sharded, optimize, plan
 from lowtide.errors import LowtideError
 from lowtide.files import save_solution
 from lowtide.integrations.accelerate import prepare
+from lowtide.integrations.transformers import LowtideCallback
 from lowtide.solution import GraphSolution, Solution
 from lowtide.zoo.gpt import GPT
 
@@ -145,7 +147,7 @@ def told(solution: Solution | GraphSolution, folder: Path) -> dict[str, Any]:
 # Cases ------------------------------------------------------------------------------------------------
 
 
-def ddp(folder: Path, rank: int, kind: str, how: str, as_views: bool) -> dict[str, Any]:
+def ddp(folder: Path, rank: int, kind: str, how: str, as_views: bool, unused: bool) -> dict[str, Any]:
     model, batch = gpt() if kind == "gpt" else convolutions(), Batch(rank, kind)
     if kind != "gpt":
         model(batch.inputs)  # the lazy layer
@@ -154,7 +156,7 @@ def ddp(folder: Path, rank: int, kind: str, how: str, as_views: bool) -> dict[st
         solution = plan(
             model,
             batch.inputs,
-            engine=Replicated(as_views),
+            engine=Replicated(as_views, unused),
             loss=batch.loss,
             optimizer="adamw",
             budget="60%",
@@ -162,14 +164,15 @@ def ddp(folder: Path, rank: int, kind: str, how: str, as_views: bool) -> dict[st
         )
         found = told(solution, folder)
         lowtide.apply(model, solution)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_views)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_views, find_unused_parameters=unused)
     running: Callable[..., torch.Tensor] = wrapped
     if how == "backend":
         compiled = torch.compile(dynamic=False, backend=lowtide.backend.lowtide, options={"budget": "10MiB"})
         running = compiled(wrapped)
 
     def buckets() -> int:
-        sizes = wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        found = wrapped._get_ddp_logging_data()
+        sizes = found["bucket_sizes" if unused else "rebuilt_bucket_sizes"]  # it rebuilds none then
         return sum(int(size) for size in str(sizes).split(", "))
 
     return {**trained(running, model, batch, rank, buckets), **found}
@@ -229,6 +232,63 @@ def accelerated(rank: int, budget: str | None) -> dict[str, Any]:
         "gradients": digest(local(parameter.grad) for parameter in model.parameters()),
         "measured_bytes": readings[-1],
     }
+
+
+class Sentences(torch.utils.data.Dataset[Any]):
+    """Random words: a batch for each rank and step."""
+
+    def __len__(self) -> int:
+        return 2 * 4 * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        words = torch.randint(0, 400, (32,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": words, "labels": words}
+
+
+def in_a_trainer(folder: Path, rank: int, budget: str | None) -> dict[str, Any]:
+    """Hugging Face's Trainer, whose DDP looks for unused parameters, with a model that gives out scores."""
+    torch.manual_seed(0)
+    sizes = {"n_layer": 3, "n_embd": 32, "n_head": 4, "vocab_size": 400, "n_positions": 32}
+    words = {"bos_token_id": 0, "eos_token_id": 1, "use_cache": False}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **words))
+    args = transformers.TrainingArguments(
+        str(folder / "trainer"),
+        per_device_train_batch_size=4,
+        max_steps=STEPS,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+    )
+    callback = None if budget is None else LowtideCallback(budget, progress=False)
+    trainer = transformers.Trainer(
+        model, args, train_dataset=Sentences(), callbacks=[] if callback is None else [callback]
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    step, losses, readings = trainer.training_step, [], []
+
+    def measured(*given: Any, **named: Any) -> Any:
+        results: list[Any] = []
+        readings.append(lowtide.measure(lambda: results.append(step(*given, **named))).growth_bytes)
+        losses.append(float(results[0]))
+        return results[0]
+
+    trainer.training_step = measured
+    trainer.train()
+    found = {
+        "losses": losses,
+        "weights": digest(map(local, model.parameters())),
+        "gradients": "gone",
+        "measured_bytes": readings[-1],
+    }
+    if callback is not None:
+        (solution,) = callback.plans
+        assert solution.budget_bytes is not None
+        found["budget_bytes"] = solution.budget_bytes - solution.timeline.resident_bytes
+    return found
 
 
 def new_shapes(rank: int) -> dict[str, Any]:
@@ -323,11 +383,13 @@ def main(folder: Path, cases: list[str]) -> None:
         engine, *details = case.split("-")
         match engine:
             case "ddp":
-                found = ddp(folder, rank, details[0], details[1], "views" in details)
+                found = ddp(folder, rank, details[0], details[1], "views" in details, "unused" in details)
             case "fsdp":
                 found = fsdp(folder, rank, None if details[0] == "plain" else f"{details[0]}%")
             case "accelerate":
                 found = accelerated(rank, None if details[0] == "plain" else f"{details[0]}%")
+            case "trainer":
+                found = in_a_trainer(folder, rank, None if details[0] == "plain" else f"{details[0]}%")
             case "shapes":
                 found = new_shapes(rank)
             case "quarrels":

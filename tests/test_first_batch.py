@@ -17,6 +17,7 @@ import lowtide
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.fitting import trace_training
 from lowtide.graph import Role
+from lowtide.solution import GraphSolution
 from transformer_models import small_transformer
 
 
@@ -110,7 +111,9 @@ def test_the_budget_is_kept_from_the_second_step_on() -> None:
     model = net()
     lowtide.optimize(model, budget="55%")
     trained(model, [8])
-    (solution,) = route(model)._solutions.values()
+    (solution,) = lowtide.plans_of(model)
+    assert isinstance(solution, GraphSolution)
+    assert solution.budget_bytes is not None
     x, labels = batch(8)
     reading = lowtide.measure(lambda: model(x, labels).backward(), device="cpu")
     model.zero_grad()
@@ -128,9 +131,13 @@ def test_what_runs_before_training_is_not_planned_for() -> None:
     model.train()
     with torch.no_grad():
         model(*batch(4))
-    assert route(model)._solutions == {}
+    assert lowtide.plans_of(model) == ()
     model(*batch(8))
-    assert [inputs[0] for inputs in route(model)._solutions] == ["float32[8, 3, 24, 24]"]
+    (solution,) = lowtide.plans_of(model)
+    assert isinstance(solution, GraphSolution)
+    assert solution.inputs[0] == "float32[8, 3, 24, 24]"
+    lowtide.remove(model)
+    assert lowtide.plans_of(model) == ()
 
 
 @pytest.mark.parametrize("method", ["auto", "rotor"])

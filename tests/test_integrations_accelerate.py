@@ -88,7 +88,7 @@ def loop(accelerator: Any, model: Any, optimizer: Any, data: Any) -> tuple[list[
 
 
 def solution_of(accelerator: Any, model: Any) -> GraphSolution:
-    (solution,) = vars(accelerator.unwrap_model(model))["forward"]._solutions.values()
+    (solution,) = lowtide.plans_of(accelerator.unwrap_model(model))
     assert isinstance(solution, GraphSolution)
     return solution
 

@@ -75,20 +75,13 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 
 class Spy(lightning.Callback):  # type: ignore[misc, name-defined]
-    """The losses of the steps; and the plans, before they are taken off."""
+    """The losses of the steps."""
 
-    def __init__(self, planner: Any) -> None:
-        self.planner = planner
+    def __init__(self) -> None:
         self.losses: list[float] = []
-        self.solutions: list[GraphSolution] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *given: Any) -> None:
         self.losses.append(float(outputs["loss"]))
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.planner is not None:
-            planned = self.planner._undo[0].args[0]
-            self.solutions = list(vars(planned)["forward"]._solutions.values())
 
 
 @dataclass
@@ -98,6 +91,11 @@ class Training:
     trainer: Any
     model: Any
     spy: Spy
+    planner: Any
+
+    @property
+    def plans(self) -> list[GraphSolution]:
+        return list(self.planner.plans)
 
 
 def batches(samples: int = SAMPLES) -> Any:
@@ -119,7 +117,7 @@ def train(
 ) -> Training:
     torch.manual_seed(0)
     model = Classifier() if model is None else model
-    spy = Spy(planner)
+    spy = Spy()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -130,13 +128,13 @@ def train(
     trainer.fit(model, batches(samples), batches(samples), ckpt_path=resume)
     torch._dynamo.reset()
     gc.collect()
-    return Training(trainer, model, spy)
+    return Training(trainer, model, spy, planner)
 
 
 def assert_kept(done: Training) -> None:
     """Every measured step is within the budget, whatever else the process holds."""
-    (budget,) = {solution.budget_bytes for solution in done.spy.solutions}
-    resident = min(solution.timeline.resident_bytes for solution in done.spy.solutions)
+    (budget,) = {solution.budget_bytes for solution in done.plans}
+    resident = min(solution.timeline.resident_bytes for solution in done.plans)
     assert budget is not None
     assert done.model.growth
     assert max(done.model.growth) <= budget - resident
@@ -195,13 +193,13 @@ def test_planning_leaves_the_modules_attributes_as_they_were(plain: Training, pl
 def test_every_step_is_within_the_budget_and_clearly_below_a_plain_one(
     plain: Training, planned: Training
 ) -> None:
-    assert len(planned.spy.solutions) == 2  # the last batch of an epoch is smaller; its number does not count
+    assert len(planned.plans) == 2  # the last batch of an epoch is smaller; its number does not count
     assert_kept(planned)
     assert max(planned.model.growth) < 0.65 * max(plain.model.growth)
 
 
 def test_the_gradients_of_the_step_before_and_the_optimizers_states_are_counted(planned: Training) -> None:
-    values = planned.spy.solutions[0].graph.values
+    values = planned.plans[0].graph.values
     parameters = sum(parameter.nbytes for parameter in planned.model.parameters())
     assert sum(value.bytes for value in values if value.name.endswith("so far")) == parameters
     assert sum(value.bytes for value in values if value.role.value == "optimizer state") >= 2 * parameters
@@ -244,7 +242,7 @@ def test_mixed_precision_and_accumulation_are_the_trainers() -> None:
     torch.manual_seed(0)
     planned = train(LowtideCallback("70%"), Described(), **options)
     assert planned.spy.losses == pytest.approx(plain.spy.losses, rel=1e-2)
-    assert planned.spy.solutions[0].inputs[-1] == "autocast bfloat16"
+    assert planned.plans[0].inputs[-1] == "autocast bfloat16"
     assert_kept(planned)
     assert max(planned.model.growth) < 0.75 * max(plain.model.growth)
 

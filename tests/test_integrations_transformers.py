@@ -43,25 +43,18 @@ def gpt() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **words))
 
 
-class Spy(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """What the plan was, before it is taken off."""
-
-    def __init__(self) -> None:
-        self.solutions: list[GraphSolution] = []
-
-    def on_train_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **others: Any) -> None:
-        route = vars(model).get("forward")
-        self.solutions = list(getattr(route, "_solutions", {}).values())
-
-
 @dataclass
 class Training:
     """A training that has been done."""
 
     trainer: Any
     model: Any
-    spy: Spy = field(default_factory=Spy)
+    callback: Any = None
     growth: list[int] = field(default_factory=list)  # of the second epoch's steps, where nothing is planned
+
+    @property
+    def plans(self) -> list[GraphSolution]:
+        return list(self.callback.plans)
 
     @property
     def losses(self) -> list[float]:
@@ -88,10 +81,13 @@ def arguments(folder: Path, **options: Any) -> Any:
 
 
 def train(args: Any, callback: Any = None, resume: Path | None = None) -> Training:
-    done = Training(None, gpt())
-    callbacks = [done.spy, *([callback] if callback is not None else [])]
+    done = Training(None, gpt(), callback)
     trainer = transformers.Trainer(
-        done.model, args, train_dataset=Sentences(), eval_dataset=Sentences(), callbacks=callbacks
+        done.model,
+        args,
+        train_dataset=Sentences(),
+        eval_dataset=Sentences(),
+        callbacks=[] if callback is None else [callback],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     done.trainer, step = trainer, trainer.training_step
@@ -113,8 +109,8 @@ def train(args: Any, callback: Any = None, resume: Path | None = None) -> Traini
 
 def assert_kept(done: Training) -> None:
     """Every measured step is within the budget, whatever else the process holds."""
-    budgets = {solution.budget_bytes for solution in done.spy.solutions}
-    resident = min(solution.timeline.resident_bytes for solution in done.spy.solutions)
+    budgets = {solution.budget_bytes for solution in done.plans}
+    resident = min(solution.timeline.resident_bytes for solution in done.plans)
     (budget,) = budgets
     assert budget is not None
     assert done.growth
@@ -161,20 +157,20 @@ def test_losses_and_weights_are_those_without_a_budget_bit_for_bit(
 def test_every_step_is_within_the_budget_and_clearly_below_a_plain_one(
     plain: Training, planned: Training
 ) -> None:
-    assert len(planned.spy.solutions) == 2  # the last batch of an epoch is smaller
+    assert len(planned.plans) == 2  # the last batch of an epoch is smaller
     assert_kept(planned)
     assert max(planned.growth) < 0.62 * max(plain.growth)
 
 
 def test_the_trainers_own_optimizer_is_counted(planned: Training) -> None:
-    solution = planned.spy.solutions[0]
+    solution = planned.plans[0]
     states = [value.bytes for value in solution.graph.values if value.role.value == "optimizer state"]
     parameters = sum(parameter.nbytes for parameter in planned.model.parameters())
     assert sum(states) >= 2 * parameters  # two moments; it is AdamW
 
 
 def test_the_plan_is_taken_off_at_the_end(planned: Training) -> None:
-    assert planned.spy.solutions
+    assert planned.plans
     assert "forward" not in vars(planned.model)
 
 
@@ -195,9 +191,9 @@ def test_mixed_precision_and_accumulation_are_known_from_the_trainers_arguments(
     plain = train(arguments(tmp_path, **options))
     planned = train(arguments(tmp_path, **options), LowtideCallback("75%"))
     assert planned.losses == pytest.approx(plain.losses, rel=1e-3)
-    inputs = {text for solution in planned.spy.solutions for text in solution.inputs}
+    inputs = {text for solution in planned.plans for text in solution.inputs}
     assert "int64[]" in inputs  # the Trainer tells the model how many words there are in all
-    names = {value.name for value in planned.spy.solutions[0].graph.values}
+    names = {value.name for value in planned.plans[0].graph.values}
     assert any(name.endswith("so far") for name in names)
     assert_kept(planned)
     assert max(planned.growth) < 0.8 * max(plain.growth)

@@ -231,7 +231,8 @@ def test_a_copy_is_planned_too_and_stands_alone() -> None:
     copied, plain = copy.deepcopy(model), small()
     trained(copied, IMAGES, LABELS)()
     copied.load_state_dict(plain.state_dict())
-    solution = next(iter(route(copied)._solutions.values()))
+    (solution,) = lowtide.plans_of(copied)
+    assert isinstance(solution, GraphSolution)
     assert_kept(solution, growth(trained(copied, IMAGES, LABELS)))
     trained(plain, IMAGES, LABELS)()
     assert_same(copied, plain)
@@ -459,15 +460,18 @@ def test_another_batch_is_planned_for_under_the_same_budget_and_said_once() -> N
     model, plain = small(), small()
     lowtide.optimize(model, (IMAGES, LABELS), budget="80%")
     trained(model, IMAGES, LABELS)()
-    first = next(iter(route(model)._solutions.values()))
+    (first,) = lowtide.plans_of(model)
+    assert first.budget_bytes is not None
     with pytest.warns(UserWarning, match=r"float32\[6, 3, 24, 24\].* planned for now, under the same budget"):
         trained(model, IMAGES[:6], LABELS[:6])()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(model, IMAGES[:5], LABELS[:5])()
     model.load_state_dict(plain.state_dict())
-    for solution in route(model)._solutions.values():
-        assert solution.peak_bytes <= first.budget_bytes
+    plans = lowtide.plans_of(model)
+    assert plans[0] is first
+    assert len(plans) == 3
+    assert all(solution.peak_bytes <= first.budget_bytes for solution in plans)
     trained(model, IMAGES[:6], LABELS[:6])()
     trained(plain, IMAGES[:6], LABELS[:6])()
     assert_same(model, plain)

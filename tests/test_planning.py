@@ -18,7 +18,7 @@ from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
 from lowtide.measurement import measure
 from lowtide.planning import Rehearsal, optimize, plan
 from lowtide.plans import Plan
-from lowtide.segments import apply, remove
+from lowtide.segments import apply, plans_of, remove
 from lowtide.solution import Solution, Status
 from lowtide.training import Example, training_step
 
@@ -336,6 +336,13 @@ def test_a_copy_of_an_optimized_model_plans_for_itself() -> None:
     copied = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="New inputs are planned for"):
         square(copied(torch.randn(100, 64))).backward()
+    assert [plan.chain.inputs for plan in plans_of(copied)] == [
+        ("float32[512, 64]",),
+        ("float32[100, 64]",),
+    ]
+    assert plans_of(model) == plans_of(copied)[:1]
+    remove(copied)
+    assert plans_of(copied) == ()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(parameter.grad is not None for parameter in copied.parameters())
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lowtide._version import __version__
 
 if TYPE_CHECKING:
-    from lowtide.applying import apply, remove
+    from lowtide.applying import apply, plans_of, remove
     from lowtide.arena import ArenaReport, ArenaStep, in_arena
     from lowtide.autodiff import Extended, forward_part, gradient
     from lowtide.batching import LargestBatch, Reached, largest_batch
@@ -146,6 +146,7 @@ __all__ = [
     "optimize",
     "parse_bytes",
     "plan",
+    "plans_of",
     "profile",
     "remove",
     "save_graph",
@@ -161,7 +162,7 @@ __all__ = [
 
 # Modules are named by nouns: a function called like its module would be hidden by it once imported.
 _NAMES_OF_MODULE = {
-    "applying": ("apply", "remove"),
+    "applying": ("apply", "plans_of", "remove"),
     "arena": ("ArenaReport", "ArenaStep", "in_arena"),
     "autodiff": ("Extended", "forward_part", "gradient"),
     "batching": ("LargestBatch", "Reached", "largest_batch"),

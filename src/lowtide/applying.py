@@ -58,6 +58,14 @@ def remove(model: nn.Module) -> None:
     rerouting.restore(model)
 
 
+def plans_of(model: nn.Module) -> tuple[Solution | GraphSolution, ...]:
+    """The plans that `model` trains by, one for each kind of inputs, in the order in which it met them.
+
+    None are there before the first batch of a model that was optimized without an example.
+    """
+    return segments.plans_of(model) or rerouting.plans_of(model)
+
+
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[None]:
     """The plain model while the block runs; afterwards with the plan that it had before, if any."""

@@ -5,6 +5,7 @@ The plain step is traced and captured once, whatever is asked afterwards.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -55,9 +56,13 @@ class StepBudget:
         """The step as the user wrote it, without a plan."""
         return replace(self._alone, graph=self.surrounded(self._alone.graph))
 
+    def set_aside(self) -> AbstractContextManager[None]:
+        """The plain model while the block runs; afterwards with the plan that it had before, if any."""
+        return set_aside(self.model)
+
     @cached_property
     def _alone(self) -> Trace:
-        with set_aside(self.model):
+        with self.set_aside():
             return trace_training(
                 self.model,
                 self.example,
@@ -72,7 +77,7 @@ class StepBudget:
     @cached_property
     def graph(self) -> Graph:
         """The step as it runs op by op."""
-        with set_aside(self.model):
+        with self.set_aside():
             graph = step_graph(
                 self.model,
                 self.example,

@@ -221,13 +221,14 @@ class _Planner:
             "a budget of": str(self.budget),
             "the method": str(self.method),
             "the optimizer": str(optimizer_name(self.optimizer)),
-            "the engine": type(self.engine).__name__,
+            "the engine": str(self.engine) if isinstance(self.engine, Replicated) else Sharded.__name__,
             "torch": torch.__version__,
             "lowtide": __version__,
         }
 
     def _ops(self, model: nn.Module, example: Arguments) -> GraphSolution:
         assert self.method is not None
+        assert isinstance(self.engine, Replicated)
         step = ReplicatedBudget(
             model,
             example,
@@ -237,6 +238,7 @@ class _Planner:
             self.device,
             self.profile,
             progress=self.progress,
+            engine=self.engine,
         )
         return step.solve(self.method, self.budget)
 

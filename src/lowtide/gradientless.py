@@ -3,7 +3,7 @@
 AOTAutograd takes every differentiable output of a graph to get a gradient. Where a step calls backward on the
 loss alone, autograd hands it zeros for the others, as large as they are (the scores of a language model
 are what its peak is made of), and adds them up. So outputs that got nothing but zeros when the step was
-captured are cut off from the graph. Should a backward begin there after all, it is refused.
+captured are cut off from the graph. Should a gradient reach them after all, it is refused.
 """
 
 from __future__ import annotations
@@ -76,14 +76,17 @@ def _is_differentiable(thing: Any) -> bool:
 
 
 class _Refusal(torch.autograd.Function):
-    """The same tensor, at which no backward may begin."""
+    """The same tensor, at which no backward may begin. One that passes by without a gradient may pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is None:
+            return None, None
         raise CannotApply(
             "a backward reaches an output of the model that it did not reach when the step was planned: the "
             "plan is for a backward from the loss alone. Plan with a `loss` that uses this output too."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -18,7 +19,7 @@ from lowtide.fitting import with_costs
 from lowtide.graph import Graph
 from lowtide.planning import Rehearsal
 from lowtide.plans import Plan
-from lowtide.replicating import replicated, with_buckets
+from lowtide.replicating import copying_outputs, replicated, with_buckets
 from lowtide.segments import apply as apply_segments
 from lowtide.sharding import Shard, hollow, trace_sharded
 from lowtide.solution import Solution
@@ -30,11 +31,17 @@ from lowtide.unrolling import replay
 class Replicated:
     """DistributedDataParallel: every rank has the whole model, and buckets to reduce gradients in.
 
-    `gradient_as_bucket_view` is what DistributedDataParallel is given too. A plan of ops counts gradients
-    beside the buckets all the same: it makes all of them before the first is copied.
+    `gradient_as_bucket_view` and `find_unused_parameters` are what DistributedDataParallel is given too. With
+    the first, a plan of ops counts gradients beside the buckets all the same: it makes all of them before
+    the first is copied. With the second, DDP hands out copies of the model's outputs.
     """
 
     gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
+
+    def around(self, model: nn.Module) -> AbstractContextManager[None]:
+        """`model` in this engine's hands, as far as that changes what it returns."""
+        return copying_outputs(model) if self.find_unused_parameters else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,14 @@ Engine: TypeAlias = Replicated | Sharded
 class ReplicatedBudget(StepBudget):
     """A step that is planned op by op, with DDP's buckets beside it."""
 
+    engine: Replicated = field(default_factory=Replicated)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """The plain model, with its outputs as DDP gives them out."""
+        with super().set_aside(), self.engine.around(self.model):
+            yield
+
     def surrounded(self, graph: Graph) -> Graph:
         """With the buckets."""
         return with_buckets(graph, self.model)
@@ -66,8 +81,9 @@ class ReplicatedRehearsal(Rehearsal):
     engine: Replicated = field(default_factory=Replicated)
 
     def _trace(self, solution: Solution | None) -> Trace:
-        as_views = self.engine.gradient_as_bucket_view
-        return replicated(super()._trace(solution), self.model, as_views=as_views)
+        with self.engine.around(self.model):
+            trace = super()._trace(solution)
+        return replicated(trace, self.model, as_views=self.engine.gradient_as_bucket_view)
 
 
 @dataclass(frozen=True)

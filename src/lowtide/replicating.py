@@ -1,8 +1,10 @@
-"""What DistributedDataParallel holds beside the step of the model that it wraps: its buckets.
+"""What DistributedDataParallel holds beside the step of the model that it wraps.
 
 A bucket is a flat buffer for the gradients of some parameters; together they are as large as all
 gradients, and they are there all the time. Gradients are copied into them to be reduced, and back. With
 `gradient_as_bucket_view` there is no way back: a gradient is a view of its place in a bucket.
+
+With `find_unused_parameters` the user gets copies of the model's outputs, made when its forward is over.
 
 Not counted: buffers that a forward broadcasts, which are flat copies for a moment before anything else is
 there; and in the second step the old buckets, which may outlive the new ones' making by one collective.
@@ -10,10 +12,14 @@ there; and in the second step the old buckets, which may outlive the new ones' m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lowtide.graph import Graph, Phase, Role, Value
 from lowtide.schedule import Compute, Free, Schedule, Step
@@ -45,6 +51,39 @@ def replicated(trace: Trace, model: nn.Module, *, as_views: bool) -> Trace:
     first = len(trace.graph.values)
     place_of = {gradient.id: first + position for position, gradient in enumerate(gradients)}
     return replace(trace, graph=graph, schedule=_taking_places(trace.graph, trace.schedule, place_of))
+
+
+@contextmanager
+def copying_outputs(model: nn.Module) -> Iterator[None]:
+    """While the block runs, `model` gives out copies, as DDP does that finds unused parameters."""
+    handle = model.register_forward_hook(lambda _, __, output: _copied(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _copied(output: Any) -> Any:
+    given, structure = tree_flatten(output)
+    copies = _Copies.apply(*given)  # type: ignore[no-untyped-call]
+    returned = [
+        copy if isinstance(each, torch.Tensor) and each.grad_fn is not None else each
+        for each, copy in zip(given, copies, strict=True)
+    ]
+    return tree_unflatten(returned, structure)
+
+
+class _Copies(torch.autograd.Function):
+    """Everything copied; where no gradient comes, none goes on."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(each.clone() if isinstance(each, torch.Tensor) else each for each in given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return gradients
 
 
 def _taking_places(graph: Graph, schedule: Schedule, place_of: dict[int, int]) -> Schedule:

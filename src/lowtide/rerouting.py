@@ -68,6 +68,12 @@ def restore(model: nn.Module) -> None:
             model.__dict__[_FORWARD] = route.own
 
 
+def plans_of(model: nn.Module) -> tuple[GraphSolution, ...]:
+    """The plans that `model` has, one for each kind of inputs, in the order in which it met them."""
+    route = model.__dict__.get(_FORWARD)
+    return tuple(route.solutions.values()) if isinstance(route, _Route) else ()
+
+
 @contextmanager
 def own_forward(model: nn.Module) -> Iterator[None]:
     """The model with its own forward while the block runs."""
@@ -135,7 +141,7 @@ class _Route:
         self._model = weakref.ref(model)
         self._parameters = list(model.named_parameters())  # a walk over a large model takes milliseconds
         self._training = model.training if solutions else True  # what is not planned yet will train
-        self._solutions = dict(solutions)
+        self.solutions = dict(solutions)
         self._on_new_inputs = on_new_inputs
         self._accumulate = accumulate
         self._replan = replan
@@ -159,7 +165,7 @@ class _Route:
 
     def take_over(self, before: _Route) -> None:
         """Go on with what was compiled for an earlier plan of the same graphs: only the schedule is new."""
-        for inputs, solution in self._solutions.items():
+        for inputs, solution in self.solutions.items():
             course = before._courses.get(inputs)
             if course is not None and course.execution.graph == solution.graph:
                 course.execution.follow(solution.schedule)
@@ -173,12 +179,12 @@ class _Route:
         inputs = circumstances(self._parameters, args, kwargs)
         if inputs in self._courses:
             return self._courses[inputs]
-        if inputs not in self._solutions:
-            if self._replan is None or (self._solutions and self._on_new_inputs == "error"):
+        if inputs not in self.solutions:
+            if self._replan is None or (self.solutions and self._on_new_inputs == "error"):
                 self._refuse_or_warn(inputs)
                 return None
-            self._solutions[inputs] = self._planned(self._replan, inputs, model, args, kwargs)
-        solution = self._solutions[inputs]
+            self.solutions[inputs] = self._planned(self._replan, inputs, model, args, kwargs)
+        solution = self.solutions[inputs]
         execution = Execution(solution.graph, solution.schedule)
         function = self.own or type(model).forward
         compiled = torch.compile(function, backend=execution.backend, dynamic=False)
@@ -200,16 +206,16 @@ class _Route:
                 "lowtide.optimize, so that it cannot be planned alone. Let that library have the model first "
                 "(accelerator.prepare, say), and then call lowtide.optimize."
             )
-        if self._solutions:
+        if self.solutions:
             self._tell(
                 "new inputs",
-                f"the model meets inputs without a plan ({_difference(inputs, self._solutions)}). They are "
+                f"the model meets inputs without a plan ({_difference(inputs, self.solutions)}). They are "
                 "planned for now, under the same budget, and remembered; so are others from now on.",
             )
         return replan(model, args, kwargs)
 
     def _refuse_or_warn(self, inputs: tuple[str, ...]) -> None:
-        problem = f"the plan is not for these inputs: {_difference(inputs, self._solutions)}."
+        problem = f"the plan is not for these inputs: {_difference(inputs, self.solutions)}."
         if self._on_new_inputs == "error":
             raise CannotApply(
                 f"{problem} Plan for them, or use lowtide.optimize, which plans for new inputs when it meets "
@@ -245,7 +251,7 @@ class _Route:
         made.__dict__.update(self.__dict__)
         made.__dict__.update(own=own, _model=weakref.ref(copied), _courses={}, _told=set())
         made._parameters = copy.deepcopy(self._parameters, memo)
-        made._solutions = dict(self._solutions)
+        made.solutions = dict(self.solutions)
         return made
 
     def __reduce__(self) -> Any:

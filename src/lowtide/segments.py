@@ -80,6 +80,13 @@ def remove(model: nn.Module) -> None:
     forget_scratch(model)
 
 
+def plans_of(model: nn.Module) -> tuple[Solution, ...]:
+    """The plans that `model` has, one for each kind of inputs, in the order in which it met them."""
+    runner = model.__dict__.get(_ATTRIBUTE)
+    known = runner.known.values() if isinstance(runner, _Runner) else ()
+    return tuple(course.solution for course in known)
+
+
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[None]:
     """The plain model while the block runs; afterwards with the plan that it had before, if any."""
@@ -99,9 +106,12 @@ def set_aside(model: nn.Module) -> Iterator[None]:
 class _Course:
     """What a plan means for a model: where its segments are, and which inputs it was made for."""
 
+    solution: Solution
     placement: Placement
-    changed_buffers: tuple[str, ...]
-    inputs: tuple[str, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.solution.chain.inputs
 
 
 def _course(model: nn.Module, solution: Solution) -> _Course:
@@ -111,7 +121,7 @@ def _course(model: nn.Module, solution: Solution) -> _Course:
             f"the plan was made for another model than this {type(model).__name__}: their parameters or "
             "buffers differ in name, shape or type. Plan this model."
         )
-    return _Course(placement, solution.chain.changed_buffers, solution.chain.inputs)
+    return _Course(solution, placement)
 
 
 class _Runner:
@@ -153,7 +163,8 @@ class _Runner:
             pair = self._hook(modules[path], partial(self._enter, path), partial(self._leave, path))
             if path in units:
                 self.around_units.append(pair)
-        self.buffers = {path: UnitBuffers(path, modules[path], self.course.changed_buffers) for path in units}
+        changed = self.course.solution.chain.changed_buffers
+        self.buffers = {path: UnitBuffers(path, modules[path], changed) for path in units}
 
     def _hook(
         self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]

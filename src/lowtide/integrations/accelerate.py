@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lowtide.errors import BadRequest, MissingExtra
-from lowtide.integrations.ranks import optimize_where_it_trains
+from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
 from lowtide.integrations.waiting import bar_while_planning
 from lowtide.solvers.method import Method, Scheduler
 from lowtide.training import Loss
@@ -52,6 +52,7 @@ def prepare(
     prepared = accelerator.prepare(model, optimizer, *others)
     optimize_where_it_trains(
         accelerator.unwrap_model(prepared[0]),
+        replicated_by(prepared[0]),
         budget=budget,
         method=method,
         loss=loss,

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
-from lowtide.applying import remove
+from lowtide.applying import plans_of, remove
 from lowtide.errors import BadRequest, MissingExtra
-from lowtide.integrations.ranks import optimize_where_it_trains
+from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
 from lowtide.integrations.waiting import bar_while_planning
+from lowtide.solution import GraphSolution, Solution
 from lowtide.solvers import is_scheduler
 from lowtide.solvers.method import Scheduler
 from lowtide.training import Loss
@@ -52,7 +53,8 @@ class LowtideCallback(Callback):  # type: ignore[misc]
     outside of the module is not counted then. `budget`, `method`, for ops, and `on_new_shape` are as in
     `lowtide.optimize`. With `progress` a terminal shows how far planning is.
 
-    The plan is taken off when the training ends, or an exception ends it.
+    `plans` has what was planned, one plan for each shape of batch, from the first batch on; also after the
+    training. The plan is taken off the module when the training ends, or an exception ends it.
 
     Raises, when the training begins:
         BadRequest: optimization is manual, the strategy shards parameters, the module is compiled, there
@@ -80,6 +82,8 @@ class LowtideCallback(Callback):  # type: ignore[misc]
         self.method = method
         self.on_new_shape = on_new_shape
         self.progress = progress
+        self.plans: tuple[Solution | GraphSolution, ...] = ()
+        self._planned: nn.Module | None = None
         self._undo: list[Callable[[], None]] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -88,6 +92,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
         planned = _TrainingStep(pl_module) if self.module is None else _submodule(pl_module, self.module)
         optimize_where_it_trains(
             planned,
+            replicated_by(trainer.strategy.model),
             budget=self.budget,
             method=self.method,
             loss=self.loss,
@@ -96,11 +101,17 @@ class LowtideCallback(Callback):  # type: ignore[misc]
             on_new_shape=self.on_new_shape,
             progress=bar_while_planning(self.progress and trainer.is_global_zero),
         )
+        self._planned = planned
         self._undo = [functools.partial(remove, planned)]
         if isinstance(planned, _TrainingStep):
             for name in _LOGGING:
                 self._stand_in(pl_module, name, _unless_planning(getattr(pl_module, name)))
             self._stand_in(pl_module, "training_step", planned.as_method())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any) -> None:
+        """Look up what has been planned."""
+        if self._planned is not None:
+            self.plans = plans_of(self._planned)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the plan off."""
@@ -121,6 +132,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
     def _take_off(self) -> None:
         while self._undo:
             self._undo.pop()()
+        self._planned = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.distributed import Replicated
 from lowtide.distributed import optimize as optimize_on_all_ranks
 from lowtide.planning import optimize
 
 
-def optimize_where_it_trains(model: nn.Module, **request: Any) -> None:
-    """`lowtide.optimize`; with several ranks all have the first one's plan, and DDP's buckets are counted."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        optimize_on_all_ranks(model, engine=Replicated(), **request)
-    else:
+def replicated_by(wrapper: nn.Module | None) -> Replicated | None:
+    """How a model is replicated; None if `wrapper`, which a trainer put around it, does not do so."""
+    if not isinstance(wrapper, DistributedDataParallel):
+        return None
+    return Replicated(wrapper.gradient_as_bucket_view, wrapper.find_unused_parameters)
+
+
+def optimize_where_it_trains(model: nn.Module, engine: Replicated | None, **request: Any) -> None:
+    """`lowtide.optimize`; replicated, all ranks have the first one's plan, and DDP's buckets are counted."""
+    if engine is None:
         optimize(model, **request)
+    else:
+        optimize_on_all_ranks(model, engine=engine, **request)

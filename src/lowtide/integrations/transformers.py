@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.applying import remove
+from lowtide.applying import plans_of, remove
+from lowtide.distributed import Replicated
 from lowtide.errors import BadRequest, MissingExtra
 from lowtide.integrations.ranks import optimize_where_it_trains
 from lowtide.integrations.waiting import bar_while_planning
+from lowtide.solution import GraphSolution, Solution
 from lowtide.solvers.method import Method, Scheduler
 from lowtide.training import Loss
 
 try:
     from transformers import TrainerCallback
+    from transformers.training_args import ParallelMode
 except ModuleNotFoundError as error:
     raise MissingExtra("transformers", "transformers", "a callback for Hugging Face's Trainer") from error
 
@@ -42,8 +45,9 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
     Trainer computes it (`compute_loss_func`, `label_smoothing_factor`). With `progress` a terminal shows how
     far planning is.
 
-    The plan is taken off when the training ends. A Trainer tells no callback of an error that ends it
-    early: then `lowtide.remove(model)` takes it off, and the next training replaces it.
+    `plans` has what was planned, one plan for each shape of batch, from the first step on; also after the
+    training. The plan is taken off the model when the training ends. A Trainer tells no callback of an error
+    that ends it early: then `lowtide.remove(model)` takes it off, and the next training replaces it.
 
     Raises, when the training begins:
         BadRequest: gradient_checkpointing, torch_compile, FSDP, DeepSpeed or DataParallel are asked for too,
@@ -65,6 +69,7 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
         self.loss = loss
         self.on_new_shape = on_new_shape
         self.progress = progress
+        self.plans: tuple[Solution | GraphSolution, ...] = ()
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **others: Any
@@ -73,6 +78,7 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
         _refuse_what_does_not_go_together(args)
         optimize_where_it_trains(
             model,
+            _engine(args),
             budget=self.budget,
             method=self.method,
             loss=self.loss,
@@ -82,9 +88,21 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
             progress=bar_while_planning(self.progress and state.is_local_process_zero),
         )
 
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **others: Any) -> None:
+        """Look up what has been planned."""
+        self.plans = plans_of(model)
+
     def on_train_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **others: Any) -> None:
         """Take the plan off."""
         remove(model)
+
+
+def _engine(args: Any) -> Replicated | None:
+    """How the Trainer replicates the model: callbacks are shown the model, and not what is around it."""
+    if args.parallel_mode is not ParallelMode.DISTRIBUTED:
+        return None
+    told = args.ddp_find_unused_parameters
+    return Replicated(find_unused_parameters=True if told is None else told)
 
 
 def _refuse_what_does_not_go_together(args: Any) -> None:

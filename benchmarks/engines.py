@@ -4,9 +4,9 @@
              [--layers 24 --width 1024 --heads 16 --tokens 1024 --batch 8 --vocab 50257] [--budgets 60% 45%]
 
 A GPT is trained with AdamW by PyTorch's engine as it is and under plans, one after another, on one GPU a rank
-over NCCL, or on a CPU over gloo. Peaks are those of the rank that holds most. On CUDA they are the
-allocator's; on a CPU what is there before a step is summed up (DDP says itself how large its buckets are) and
-the step's growth is the allocator's.
+over NCCL, or on a CPU over gloo, with PyTorch's deterministic kernels. Peaks are those of the rank that holds
+most. On CUDA they are the allocator's; on a CPU what is there before a step is summed up (DDP says itself how
+large its buckets are) and the step's growth is the allocator's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from paper_report import heading, percent, table
 SIZES = {"layers": 8, "width": 128, "heads": 4, "tokens": 128, "batch": 8, "vocab": 1000}
 WARM_UP = 3
 TIMED = 7
+SETTLING_SECONDS = 1  # a thread of NCCL's looks now and then whether the buckets of the first step can go
 METHODS = {"ddp": ("rotor", "auto"), "fsdp2": ("rotor",)}
 Json = dict[str, Any]
 
@@ -58,17 +60,21 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what determinism asks for
+    torch.use_deterministic_algorithms(True)
+    # What nobody reads need not be filled.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rows: list[Json] = []
     for engine, method, budget in ways(chosen.budgets):
         found = Training(chosen, device, engine).row(method, budget)
+        gc.collect()  # before the next collective, which is when NCCL lets go of what the last ones read
         everyones: list[Json] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyones, found)
         rows.append({**found, "measured_bytes": max(other["measured_bytes"] for other in everyones)})
         rows[-1]["same_plan"] = len({other["plan"] for other in everyones}) == 1
         if dist.get_rank() == 0:
             print(json.dumps(rows[-1]), flush=True)
-        gc.collect()
     if dist.get_rank() == 0:
         document = {
             "machine": machine(chosen.commit),
@@ -158,6 +164,7 @@ class Training:
             losses.append(step())
         optimizer.zero_grad()
         gc.collect()
+        time.sleep(SETTLING_SECONDS)
         reading = lowtide.measure(step, device=self.device)
         seconds = []
         for _ in range(TIMED):

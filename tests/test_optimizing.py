@@ -21,7 +21,8 @@ import lowtide
 from lowtide.budgeting import StepBudget
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.solution import GraphSolution
-from lowtide.training import Arguments
+from lowtide.training import Arguments, training_step
+from lowtide.zoo.gpt import GPT
 from transformer_models import KINDS, small_transformer
 
 Step = Callable[[], Any]
@@ -224,6 +225,24 @@ def test_without_gradients_and_in_evaluation_there_is_no_plan() -> None:
         assert torch.equal(model.eval()(IMAGES), plain.eval()(IMAGES))
     assert torch.equal(model(IMAGES), plain(IMAGES))  # another number of arguments, and nothing is planned
     assert not route(model)._courses
+
+
+@pytest.mark.parametrize("budget", ["85%", "min"])
+def test_a_large_output_whose_loss_is_outside_is_counted_while_its_gradient_is_held(budget: str) -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=3, width=32, heads=4, vocab=600, context=32)
+    words, next_words = torch.randint(600, (4, 32)), torch.randint(600, (4 * 32,))
+
+    def loss(scores: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(scores.flatten(0, 1), next_words)
+
+    solution = lowtide.plan(model, words, loss=loss, budget=budget)
+    assert isinstance(solution, GraphSolution)
+    lowtide.apply(model, solution)
+    step = training_step(model, words, loss)
+    step()
+    model.zero_grad()
+    assert_kept(solution, growth(step))
 
 
 def test_a_copy_is_planned_too_and_stands_alone() -> None:

@@ -38,6 +38,7 @@ from lowtide.sections import boxed, cut_in_two
 from lowtide.solution import GraphSolution
 from lowtide.solvers import methods, schedulers, solve
 from lowtide.solvers.graphs import LOWEST, SINGLE_OPS
+from lowtide.tangents import with_held_tangents
 from lowtide.units import parse_bytes
 
 _OPTIONS = ("budget", "method", "profile")
@@ -159,7 +160,7 @@ class _Step:
             return
         runs, self.watched = self.watched, []
         whole = joined([run.graph.graph for run in runs], _links(runs))
-        whole = _with_others(whole)
+        whole = with_held_tangents(_with_others(whole))
         solution = _solved_by_all(whole, self.request)
         sections = tuple(
             emit(run.graph.halves, whole, solution.schedule, section) for section, run in enumerate(runs)

@@ -1,6 +1,7 @@
 """The graph of a declared training step: what a model captured op by op does, and what surrounds it.
 
 captured    forward and backward, as they run when a plan is applied; the loss runs eagerly if it is given
+tangents    gradients that autograd holds on to while a captured backward runs
 accumulate  gradients of earlier micro-batches are there before the forward begins
 optimizer   its states are there too, and its temporaries come after the backward
 """
@@ -19,6 +20,7 @@ from lowtide.graph import Graph, Op, Phase, Role, Value
 from lowtide.repeating import BETWEEN_GRAPHS
 from lowtide.schedule import straight
 from lowtide.simulation import simulate
+from lowtide.tangents import with_held_tangents
 from lowtide.tracing import Trace
 from lowtide.training import Example, Loss
 
@@ -45,7 +47,7 @@ def step_graph(
     captured = capture_forward(
         model, example, loss, device=device, name=name, assumptions=plain.graph.assumptions
     )
-    graph = with_costs(captured, progress) if profile else captured
+    graph = with_held_tangents(with_costs(captured, progress) if profile else captured)
     if accumulate > 1:
         graph = _with_gradients(graph)
     return _with_optimizer(graph, plain)

@@ -1,0 +1,61 @@
+"""Gradients that autograd hands to a captured backward, and holds on to until that is over.
+
+A schedule drops a gradient after the last op of the backward that reads it. From torch 2.13 on autograd hands
+it over for good; before, the tuple of arguments in the call keeps it alive, and so it has to be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from lowtide.graph import Graph, Op, Phase, Ref, argument_tensors
+from lowtide.repeating import BETWEEN_GRAPHS
+
+RETURN = "lowtide.backward.return"
+_HANDED_OVER = hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+def with_held_tangents(graph: Graph, handed_over: bool = _HANDED_OVER) -> Graph:
+    """`graph` with an op at the end of each captured backward that needs every gradient it was given."""
+    held = {} if handed_over else _tangents(graph)
+    last = {op.section: op.id for op in graph.ops if op.phase is Phase.BACKWARD and op.section in held}
+    ops: list[Op] = []
+    for op in graph.ops:
+        ops.append(replace(op, id=len(ops)))
+        if last.get(op.section) == op.id:
+            ops.append(_return(len(ops), held[op.section], op.module))
+    return replace(graph, ops=tuple(ops))
+
+
+def _tangents(graph: Graph) -> Mapping[int, Mapping[int, int]]:
+    """By section: the gradients that its backward is given, and how it looks at each."""
+    found: dict[int, dict[int, int]] = {}
+    for op in graph.ops:
+        if op.phase is not Phase.BACKWARD or op.section == BETWEEN_GRAPHS:
+            continue
+        for tensor in argument_tensors(op):
+            value = graph.tensors[tensor].value
+            maker = graph.creator.get(value)
+            if maker is None or value not in op.reads:
+                continue
+            if graph.ops[maker].phase is Phase.BACKWARD and graph.ops[maker].section != op.section:
+                found.setdefault(op.section, {}).setdefault(value, tensor)
+    return found
+
+
+def _return(identity: int, tangents: Mapping[int, int], module: str) -> Op:
+    return Op(
+        id=identity,
+        target=RETURN,
+        args=tuple(Ref(tensor) for tensor in tangents.values()),
+        kwargs=(),
+        outputs=(),
+        reads=tuple(tangents),
+        creates=(),
+        phase=Phase.BACKWARD,
+        module=module,
+        section=BETWEEN_GRAPHS,
+    )

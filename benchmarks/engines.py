@@ -75,17 +75,20 @@ def main() -> None:
         rows[-1]["same_plan"] = len({other["plan"] for other in everyones}) == 1
         if dist.get_rank() == 0:
             print(json.dumps(rows[-1]), flush=True)
-    if dist.get_rank() == 0:
-        document = {
-            "machine": machine(chosen.commit),
-            "ranks": dist.get_world_size(),
-            "backend": dist.get_backend(),
-            "sizes": {name: getattr(chosen, name) for name in SIZES},
-            "rows": rows,
-        }
-        write_text(chosen.output.with_suffix(".json"), json.dumps(document, indent=1))
-        write_text(chosen.output, "\n".join(rendered(document)).rstrip() + "\n")
+            write(rows, chosen)  # all that there is, should the time not suffice for the rest
     dist.destroy_process_group()
+
+
+def write(rows: Sequence[Json], chosen: argparse.Namespace) -> None:
+    document = {
+        "machine": machine(chosen.commit),
+        "ranks": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "sizes": {name: getattr(chosen, name) for name in SIZES},
+        "rows": rows,
+    }
+    write_text(chosen.output.with_suffix(".json"), json.dumps(document, indent=1))
+    write_text(chosen.output, "\n".join(rendered(document)).rstrip() + "\n")
 
 
 def ways(budgets: Sequence[str]) -> Iterator[tuple[str, str | None, str | None]]:

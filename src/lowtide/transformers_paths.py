@@ -76,12 +76,18 @@ def unnoticed_by_transformers(assumptions: Collection[str] = ()) -> Iterator[Non
         masks = sys.modules.get("transformers.masking_utils")
         if hasattr(masks, "is_tracing"):
             patches.enter_context(patch.object(masks, "is_tracing", _depends_on_numbers))
+        if hasattr(masks, "is_torchdynamo_exporting"):  # asked by later versions, and Dynamo says yes
+            patches.enter_context(patch.object(masks, "is_torchdynamo_exporting", _is_never_exported))
         if UNPACKED in assumptions and hasattr(masks, "find_packed_sequence_indices"):
             patches.enter_context(patch.object(masks, "find_packed_sequence_indices", _nothing_is_packed))
         yield
 
 
 def _is_never_fake(_: object) -> bool:
+    return False
+
+
+def _is_never_exported() -> bool:
     return False
 
 

@@ -17,8 +17,8 @@ from typing import Final
 import torch
 
 import lowtide
-from flops import flops_of
 from lecture_models import Network, lstm, resnet
+from lowtide.flops import flops_of
 from lowtide.graph import Graph, Op, Role, argument_tensors
 from lowtide.validation import item_bytes
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from lowtide.errors import BadFile
 from lowtide.graph import Arg, Graph, Op, Ref, Symbol
 
+BY_RULE = "rules for CUDA"  # where costs are from if the device is not here and nothing could be run
 _OURS = 0x4C54_4944  # SQLite's application_id: a database without it is someone else's
 _SCHEMA = 2
 _TABLE = (

@@ -16,6 +16,7 @@ from lowtide.caching import cached
 from lowtide.errors import BadRequest, LowtideError
 from lowtide.graph import Graph, Op
 from lowtide.profiling import profile as run_each_op
+from lowtide.roofline import with_estimated_seconds
 from lowtide.rules import CONTEXT_BYTES, price
 from lowtide.simulation import Category
 from lowtide.tracing import Trace, dry_run
@@ -261,9 +262,12 @@ def _is_lowtides_bug(error: Exception) -> bool:
 
 def with_costs(graph: Graph, progress: Progress | None = None) -> Graph:
     """`graph` with costs: measured where its device is, else those that are known of it."""
-    if _is_here(graph.device):
-        return run_each_op(graph, progress=progress)
-    return price(graph)
+    return run_each_op(graph, progress=progress) if _is_here(graph.device) else with_costs_by_rule(graph)
+
+
+def with_costs_by_rule(graph: Graph) -> Graph:
+    """`graph`, which is for CUDA, with the workspaces that are known, and seconds that are estimated."""
+    return with_estimated_seconds(price(graph))
 
 
 def _is_here(device: str) -> bool:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import get_overridable_functions
 
+from lowtide.costs import BY_RULE
 from lowtide.graph import Graph, Op, Tensor, argument_tensors
 from lowtide.libraries import threads_using_matrix_products, with_library
 from lowtide.simulation import CUDA
@@ -131,7 +132,7 @@ def _attention(
 def price(graph: Graph) -> Graph:
     """`graph` with the workspaces that CUDA's kernels are known to take, and cuBLAS's own memory.
 
-    Seconds stay zero: they depend on the card.
+    Seconds stay what they are: `roofline` estimates them.
     """
     ops = tuple(
         replace(op, workspace_bytes=CUDA.held(_WORKSPACE[name](op, graph)))
@@ -140,7 +141,7 @@ def price(graph: Graph) -> Graph:
         for op in graph.ops
     )
     library = _CUBLAS_BYTES * sum(threads_using_matrix_products(graph))
-    return with_library(replace(graph, ops=ops, profiled_on="rules for CUDA"), library)
+    return with_library(replace(graph, ops=ops, profiled_on=BY_RULE), library)
 
 
 def _convolution(op: Op, graph: Graph) -> int:

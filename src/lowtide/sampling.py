@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from lowtide.budgeting import StepBudget
-from lowtide.fitting import Progress
+from lowtide.fitting import Progress, with_costs_by_rule
 from lowtide.graph import Graph
-from lowtide.rules import price
 from lowtide.scaling import DoesNotScale, Family, check_same_sizes, family_of, with_costs_of
 from lowtide.searching import largest_that
 from lowtide.tracing import Trace
@@ -217,7 +216,7 @@ class _Lines:
         return self._priced(self._graph.at(batch))
 
     def _priced(self, graph: Graph) -> Graph:
-        return price(graph) if self.by_rule else graph
+        return with_costs_by_rule(graph) if self.by_rule else graph
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def _with_gradients(graph: Graph) -> Graph:
 
 
 def _with_optimizer(graph: Graph, plain: Trace) -> Graph:
-    """With the optimizer's states, and an op at the end that takes as much as its step does."""
+    """With the optimizer's states, and an op at the end that takes as much, and as long, as its step does."""
     states = [
         plain.graph.values[value]
         for value in plain.graph.resident
@@ -99,6 +99,7 @@ def _with_optimizer(graph: Graph, plain: Trace) -> Graph:
         module="optimizer",
         section=BETWEEN_GRAPHS,
         workspace_bytes=max(0, max(updating) - at_the_end),
+        seconds=sum(op.seconds for op in plain.graph.ops if op.phase is Phase.OPTIMIZER),
     )
     return replace(graph, ops=(*graph.ops, update))
 

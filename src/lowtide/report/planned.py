@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.costs import BY_RULE
 from lowtide.report.console import PAGE, console, per_cent
 from lowtide.report.stretches import Stretch, stretches
 from lowtide.rounding import Unit, unit_for
@@ -20,6 +21,8 @@ _MOST_STRETCHES = 40  # of more, those in the middle are not shown
 _TIMES = {0: "keep", 1: "recompute"}
 NO_WORKSPACES = "not profiled: what kernels take while they run is not in these peaks"
 NO_TIMES = "no op was run, so how long recomputation takes is not known; plans count bytes touched as time"
+
+ESTIMATED_TIMES = "no op was run: times are estimates for an H200, which were off by up to a third"
 
 
 def print_plan(title: str, solution: Solution, notes: Sequence[str] = ()) -> None:
@@ -35,6 +38,8 @@ def print_plan(title: str, solution: Solution, notes: Sequence[str] = ()) -> Non
 
 def what_is_unknown(timed: bool, profiled_on: str | None) -> list[str]:
     """Notes on a prediction that was made without running every op."""
+    if profiled_on == BY_RULE:
+        return [ESTIMATED_TIMES]
     return [*([] if profiled_on is not None else [NO_WORKSPACES]), *([] if timed else [NO_TIMES])]
 
 

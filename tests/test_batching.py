@@ -15,6 +15,7 @@ from lowtide.batching import LargestBatch, Reached, largest_batch, measure_reach
 from lowtide.budgeting import StepBudget
 from lowtide.errors import BadRequest, DeviceMissing, InfeasibleBudget
 from lowtide.graph import Graph
+from lowtide.roofline import estimated_seconds
 from lowtide.rules import price
 from lowtide.sampling import MOST, Batch
 
@@ -121,12 +122,40 @@ def test_for_a_device_that_is_not_here_the_rules_hold_at_every_batch() -> None:
     assert (answer.device, answer.scaled) == ("cuda:0", True)
     assert answer.planned.promised_bytes <= memory
     assert answer.planned.promised_bytes > answer.planned.peak_bytes  # a hundredth is left to the allocator
-    assert answer.planned.seconds is answer.plain.samples_per_second is None
+    step = StepBudget(model, of(answer.plain.batch).example, torch.sum, device="cuda").plain.graph
+    seconds = sum(estimated_seconds(op, step) for op in step.ops)
+    assert answer.plain.samples_per_second == pytest.approx(answer.plain.batch / seconds)
 
     def peak(batch: int) -> int:
         return StepBudget(model, of(batch).example, torch.sum, device="cuda").plain_peak_bytes
 
     assert peak(answer.plain.batch) <= memory < peak(answer.plain.batch + 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
+def test_a_time_limit_holds_for_a_device_that_is_not_here() -> None:
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)]
+
+    def ask_for(limit: float | None) -> LargestBatch:
+        return largest_batch(
+            nn.Sequential(*layers),
+            lambda count: torch.empty(count, 256, device="meta"),
+            loss=torch.sum,
+            memory="128MiB",
+            device="cuda",
+            time_limit=limit,
+        )
+
+    free = ask_for(None)
+    assert free.planned is not None
+    assert free.planned.extra_seconds_ratio is not None
+    limit = 1 + free.planned.extra_seconds_ratio / 2
+    limited = ask_for(limit)
+    assert limited.plain is not None
+    assert limited.planned is not None
+    assert limited.planned.extra_seconds_ratio is not None
+    assert limited.planned.extra_seconds_ratio <= limit - 1
+    assert limited.plain.batch <= limited.planned.batch < free.planned.batch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
@@ -141,7 +170,7 @@ def test_a_capture_that_needs_other_workspaces_than_predicted_corrects_the_searc
         return replace(graph, ops=ops)
 
     right = largest_batch(convolutions(), pictures, memory="40MiB", device="cuda")
-    monkeypatch.setattr("lowtide.sampling.price", mispriced)
+    monkeypatch.setattr("lowtide.sampling.with_costs_by_rule", mispriced)
     wrong = largest_batch(convolutions(), pictures, memory="40MiB", device="cuda")
     assert right.plain is not None
     assert wrong.plain is not None

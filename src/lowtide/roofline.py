@@ -5,7 +5,7 @@ than it takes to launch one. The rates are those of an H200 with PyTorch's defau
 matrix products in full 32 bits), fitted to whole measured steps and rounded; `benchmarks/roofline.py` fits
 them, and says how well they hold for steps that were not fitted.
 
-It is an estimate: steps were off by up to a third. What is planned with it is legal whatever the times.
+It is an estimate: measured steps were off by up to a quarter. A plan made with it is legal all the same.
 """
 
 from __future__ import annotations

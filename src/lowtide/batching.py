@@ -150,7 +150,8 @@ def largest_batch(
     Both answers have been captured at the batch that is given, and their promised bytes are within `memory`.
     At the next batch the search found nothing that fits. On a CPU, workspaces and times of steps that take
     more than two seconds are those of the two small batches that were profiled, scaled; otherwise, and on a
-    GPU that is here, ops are run at the answer again.
+    GPU that is here, ops are run at the answer again. For a GPU that is not here times are estimates (see
+    `lowtide.roofline`).
     `progress(done, of)` is called while ops are profiled, `telling(text)` when something else begins.
 
     Raises:
@@ -390,6 +391,6 @@ class _Planned(_Goal):
         if not solution.seconds:
             raise BadRequest(
                 f"there are no times to hold a time limit of {self.time_limit} against: no op was run. "
-                "Profile, on a machine that has the device, or leave the time limit out."
+                "Leave out profile=False (--no-profile), or the time limit."
             )
         return solution.extra_seconds_ratio <= self.time_limit - 1

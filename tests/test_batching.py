@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.batching import LargestBatch, Reached, largest_batch, measure_reached
+from lowtide.batching import LargestBatch, largest_batch, measure_reached
 from lowtide.budgeting import StepBudget
 from lowtide.errors import BadRequest, DeviceMissing, InfeasibleBudget
 from lowtide.graph import Graph
+from lowtide.reaching import Reached
 from lowtide.roofline import estimated_seconds
 from lowtide.rules import price
 from lowtide.sampling import MOST, Batch

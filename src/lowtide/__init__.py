@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lowtide.applying import apply, plans_of, remove
     from lowtide.arena import ArenaReport, ArenaStep, in_arena
     from lowtide.autodiff import Extended, forward_part, gradient
-    from lowtide.batching import LargestBatch, Reached, largest_batch
+    from lowtide.batching import LargestBatch, largest_batch
     from lowtide.capturing import capture
     from lowtide.chain import Chain
     from lowtide.comparing import Comparison, compare
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from lowtide.planning import Rehearsal, optimize, plan
     from lowtide.plans import Plan, Segment
     from lowtide.profiling import profile
+    from lowtide.reaching import Reached
     from lowtide.sampling import Batch
     from lowtide.savedvalues import Saved
     from lowtide.saving import saved
@@ -165,7 +166,7 @@ _NAMES_OF_MODULE = {
     "applying": ("apply", "plans_of", "remove"),
     "arena": ("ArenaReport", "ArenaStep", "in_arena"),
     "autodiff": ("Extended", "forward_part", "gradient"),
-    "batching": ("LargestBatch", "Reached", "largest_batch"),
+    "batching": ("LargestBatch", "largest_batch"),
     "capturing": ("capture",),
     "chain": ("Chain",),
     "comparing": ("Comparison", "compare"),
@@ -203,6 +204,7 @@ _NAMES_OF_MODULE = {
     "planning": ("Rehearsal", "optimize", "plan"),
     "plans": ("Plan", "Segment"),
     "profiling": ("profile",),
+    "reaching": ("Reached",),
     "sampling": ("Batch",),
     "savedvalues": ("Saved",),
     "saving": ("saved",),

@@ -13,8 +13,9 @@ from lowtide.tabulating import Table
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.batching import LargestBatch, Reached
+    from lowtide.batching import LargestBatch
     from lowtide.measurement import Reading
+    from lowtide.reaching import Reached
 
 _UNKNOWN = "unknown"
 

@@ -29,7 +29,7 @@ _WIDTH = "80"  # of --help, as in most terminals
 _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Will it fit?": (
         "What a step will hold, predicted without running it, and what it really held.",
-        ("fitting", "batching", "sampling", "tracing", "measurement", "savedvalues", "saving"),
+        ("fitting", "batching", "reaching", "sampling", "tracing", "measurement", "savedvalues", "saving"),
     ),
     "Make it fit": (
         "Plan what to recompute, put the plan to work, take it off again, keep it in a file.",

@@ -58,6 +58,9 @@ def main() -> None:
             f"every rank holds {lowtide.format_bytes(plan.peak_bytes)} at its peak, DDP's buckets included, "
             f"within a budget of {lowtide.format_bytes(plan.budget_bytes or 0)}"
         )
+    # Were the replica the last to let go of the process group, it would wait for the group's threads while
+    # holding the lock that they may need to end.
+    del replica
     dist.destroy_process_group()
 
 

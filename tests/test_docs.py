@@ -167,6 +167,7 @@ def test_every_block_of_a_page_does_what_the_page_says(
         env={**os.environ, "PYTHONPATH": str(SOURCE.parent)},
         capture_output=True,
         text=True,
+        timeout=600,  # a hang is a failure
         check=False,
     )
     assert result.returncode == 0, result.stderr

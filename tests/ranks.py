@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 import lowtide.backend
+from lowtide.agreeing import largest
 from lowtide.distributed import Replicated, Sharded, optimize, plan
 from lowtide.errors import LowtideError
 from lowtide.files import save_solution
@@ -74,6 +75,17 @@ class Batch:
         return F.cross_entropy(output.reshape(len(self.labels), -1), self.labels)
 
 
+class Scored(nn.Module):
+    """A model that gives out its loss, so that what compiles the model sees the whole of a step."""
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        super().__init__()
+        self.model, self.batch = model, batch
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.batch.loss(self.model(inputs))
+
+
 def trained(
     model: Callable[..., torch.Tensor], plain: nn.Module, batch: Batch, rank: int, buckets: Callable[[], int]
 ) -> dict[str, Any]:
@@ -83,7 +95,7 @@ def trained(
 
     def step() -> torch.Tensor:
         output = model(batch.inputs)
-        loss = batch.loss(output)
+        loss = batch.loss(output) if output.ndim else output
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -107,6 +119,7 @@ def trained(
         "weights": digest(map(local, (*plain.parameters(), *plain.buffers()))),
         "gradients": gradients,
         "measured_bytes": resident + buckets() + reading.growth_bytes,
+        "states_bytes": held(states),
         "gathers": gathers,
     }
 
@@ -164,18 +177,61 @@ def ddp(folder: Path, rank: int, kind: str, how: str, as_views: bool, unused: bo
         )
         found = told(solution, folder)
         lowtide.apply(model, solution)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_views, find_unused_parameters=unused)
+    compiling = how == "backend"
+    if compiling:  # a bucket, and so a graph, for each block or so
+        dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 17  # type: ignore[attr-defined]
+    wrapped = DistributedDataParallel(
+        Scored(model, batch) if compiling else model,
+        gradient_as_bucket_view=as_views,
+        find_unused_parameters=unused,
+        bucket_cap_mb=1 / 8 if compiling else None,
+    )
     running: Callable[..., torch.Tensor] = wrapped
-    if how == "backend":
-        compiled = torch.compile(dynamic=False, backend=lowtide.backend.lowtide, options={"budget": "10MiB"})
-        running = compiled(wrapped)
+    options: Any = {"budget": "9MiB"}
+    if compiling:
+        running = torch.compile(wrapped, dynamic=False, backend=lowtide.backend.lowtide, options=options)
 
     def buckets() -> int:
         found = wrapped._get_ddp_logging_data()
         sizes = found["bucket_sizes" if unused else "rebuilt_bucket_sizes"]  # it rebuilds none then
         return sum(int(size) for size in str(sizes).split(", "))
 
-    return {**trained(running, model, batch, rank, buckets), **found}
+    training = trained(running, model, batch, rank, buckets)
+    if compiling:
+        (solution,) = lowtide.backend.plans_of(options)
+        assert len({op.section for op in solution.graph.ops}) > 6
+        found = told(solution, folder)
+        for what in ("predicted_bytes", "budget_bytes"):  # on a CPU a backend does not know of them
+            found[what] += training["states_bytes"]
+    return {**training, **found}
+
+
+def reductions(rank: int, how: str) -> dict[str, Any]:
+    """How often ranks reduce something in each step."""
+    model, batch = gpt(), Batch(rank, "gpt")
+    if how in ("layers", "ops"):
+        method = "rotor" if how == "layers" else None
+        optimize(
+            model,
+            batch.inputs,
+            engine=Replicated(),
+            loss=batch.loss,
+            budget="60%",
+            method=method,
+            profile=False,
+        )
+    running: Any = DistributedDataParallel(model)
+    if how == "backend":
+        options: Any = {"budget": "1GiB", "profile": False}
+        running = torch.compile(running, dynamic=False, backend=lowtide.backend.lowtide, options=options)
+    counts = []
+    for _ in range(4):
+        model.zero_grad()
+        with profile() as recording:
+            batch.loss(running(batch.inputs)).backward()
+        events = recording.key_averages()
+        counts.append(sum(event.count for event in events if event.key == "c10d::allreduce_"))
+    return {"counts": counts}
 
 
 def fsdp(folder: Path, rank: int, budget: str | None) -> dict[str, Any]:
@@ -334,6 +390,7 @@ def quarrels(rank: int) -> dict[str, Any]:
         "another model": told_by(other, batch.inputs, budget="60%"),
         "an unequal batch": told_by(model, odd, budget="60%"),
         "another budget": told_by(model, batch.inputs, budget=f"{60 + rank}%"),
+        "the largest number": [str(largest(10 * rank, 30))],
         "an impossible budget": told_by(model, batch.inputs, budget="1KiB", method="rotor"),
     }
 
@@ -384,6 +441,8 @@ def main(folder: Path, cases: list[str]) -> None:
         match engine:
             case "ddp":
                 found = ddp(folder, rank, details[0], details[1], "views" in details, "unused" in details)
+            case "reductions":
+                found = reductions(rank, details[0])
             case "fsdp":
                 found = fsdp(folder, rank, None if details[0] == "plain" else f"{details[0]}%")
             case "accelerate":

@@ -51,6 +51,15 @@ def agreed(make: Callable[[], Plan], facts: Mapping[str, str], timeout_seconds: 
     return _Round(timeout_seconds).agreed(make, facts)
 
 
+def largest(number: int, timeout_seconds: float) -> int:
+    """The largest `number` of any rank. To be called by all of them.
+
+    Raises:
+        RanksDisagree: a rank is missing or has gone.
+    """
+    return _Round(timeout_seconds).largest(number)
+
+
 class _Round:
     """One agreement. Ranks number theirs as they come, so that the n-th of each belong together."""
 
@@ -68,6 +77,9 @@ class _Round:
         plan = self._decide(make) if self.rank == _LEADER else self._hear()
         self._wait_for_all("has the plan", b"yes")
         return plan
+
+    def largest(self, number: int) -> int:
+        return max(map(int, self._wait_for_all("number", str(number).encode())))
 
     def _compare(self, facts: Mapping[str, str]) -> None:
         everyones = self._wait_for_all("facts", json.dumps(dict(facts)).encode())

@@ -22,19 +22,22 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide.agreeing import TIMEOUT_SECONDS, agreed
+from lowtide.agreeing import TIMEOUT_SECONDS, agreed, largest
 from lowtide.building import GraphBuilder, tensors_in
 from lowtide.emission import Halves, Planned, emit
 from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
 from lowtide.execution import refuse_graphs_of_the_backward
 from lowtide.fitting import with_costs
-from lowtide.graph import Graph, Origin, Phase, Role, Value
+from lowtide.graph import Graph, Op, Origin, Phase, Role, Value
 from lowtide.identity import skeleton
 from lowtide.joining import Place, joined
-from lowtide.replicating import with_buckets
+from lowtide.repeating import BETWEEN_GRAPHS
+from lowtide.replicating import let_go_of_old_buckets, with_buckets
 from lowtide.sections import boxed, cut_in_two
+from lowtide.simulation import simulate
 from lowtide.solution import GraphSolution
 from lowtide.solvers import methods, schedulers, solve
 from lowtide.solvers.graphs import LOWEST, SINGLE_OPS
@@ -58,6 +61,16 @@ def lowtide(
     if known is None:
         known = _steps[id(options)] = (options, _Step(_Request.read(options)))
     return known[1].compile(module, inputs)
+
+
+def plans_of(options: Mapping[str, Any]) -> tuple[GraphSolution, ...]:
+    """The plans for the `torch.compile` that was given `options`, this very dictionary.
+
+    There is one for each kind of step. A step is planned when the next one begins, so there are none before
+    the second.
+    """
+    known = _steps.get(id(options))
+    return () if known is None else tuple(plan.solution for plan in known[1].plans)
 
 
 @dataclass(frozen=True)
@@ -93,16 +106,30 @@ class _Request:
         return _Request(None if lowest else parse_bytes(budget), method, bool(given.get("profile", True)))
 
 
+_Storages = list[StorageWeakRef | None]  # None where there is no tensor
+
+
 @dataclass
 class _Run:
-    """One run of one graph in a step that is watched. Tensors are known by where they lie."""
+    """One run of one graph in a step that is watched. Tensors are known by their storages."""
 
     graph: _Compiled
-    given: list[int]
-    made: list[int]
-    tangents: list[int] = field(default_factory=list)
-    gradients: list[int] = field(default_factory=list)
+    given: _Storages
+    made: _Storages
+    tangents: _Storages = field(default_factory=list)
+    gradients: _Storages = field(default_factory=list)
     waiting: bool = True  # for its backward
+    gone: frozenset[int] = frozenset()  # the values that nobody held when the backward was over
+
+    def look(self) -> None:
+        """See what is gone."""
+        drawn = self.graph.drawn
+        left = zip((*self.made, *self.gradients), (*drawn.made, *drawn.gradients), strict=True)
+        self.gone = frozenset(
+            value
+            for storage, value in left
+            if storage is not None and value is not None and storage.expired()
+        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +137,7 @@ class _Plan:
     """A schedule for the graphs that run in one kind of step, and the code for each."""
 
     graphs: tuple[_Compiled, ...]
+    solution: GraphSolution
     sections: tuple[Planned, ...]
 
 
@@ -155,17 +183,25 @@ class _Step:
         self._next += 1
         return self.plans.index(self._following), self._next - 1
 
+    def look(self) -> None:
+        """A backward is over: see what is held by others than autograd."""
+        for run in self.watched:
+            if not run.waiting:
+                run.look()
+
     def _plan_what_was_watched(self) -> None:
+        let_go_of_old_buckets()
         if not self.watched or any(run.waiting for run in self.watched):
             return
         runs, self.watched = self.watched, []
-        whole = joined([run.graph.graph for run in runs], _links(runs))
+        links = _links(runs)
+        whole = joined([run.graph.graph for run in runs], links, _passing(runs, links))
         whole = with_held_tangents(_with_others(whole))
         solution = _solved_by_all(whole, self.request)
         sections = tuple(
             emit(run.graph.halves, whole, solution.schedule, section) for section, run in enumerate(runs)
         )
-        self.plans.append(_Plan(tuple(run.graph for run in runs), sections))
+        self.plans.append(_Plan(tuple(run.graph for run in runs), solution, sections))
 
 
 class _Compiled:
@@ -208,13 +244,18 @@ class _Compiled:
         if self._step.request.profile:
             drawn = replace(drawn, graph=with_costs(drawn.graph))
         self._drawn = drawn
-        lowest = _solved_by_all(self.graph, replace(self._step.request, budget_bytes=None))
+        request = replace(self._step.request, budget_bytes=None)
+        lowest = _solved_by_all(self.graph, request)
         budget_bytes = self._step.request.budget_bytes
         if budget_bytes is not None and lowest.peak_bytes > budget_bytes:
             running = lowest.timeline.peak_op
             needed_by = "what is always there" if running is None else running.label
             raise InfeasibleBudget(lowest.method, budget_bytes, lowest.peak_bytes, needed_by, SINGLE_OPS)
-        self._alone = emit(self._halves, self.graph, lowest.schedule, 0)
+        # Other graphs will need about as much while this one waits, and what it keeps is there beside that.
+        sparing = _solved_by_all(_with_others_between(self.graph, lowest.timeline.growth_bytes), request)
+        alone = simulate(_with_others_between(self.graph, 0), sparing.schedule).peak_bytes
+        first = lowest if budget_bytes is not None and alone > budget_bytes else sparing
+        self._alone = emit(self._halves, first.graph, first.schedule, 0)
         return forward, backward
 
     def compile_forward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -238,9 +279,9 @@ class _Compiled:
             # The mark: no bytes, but a shape.
             return [*results[:user], torch.empty(0, 1 + plan, section), *results[user:]]
         assert self._alone is not None, "planned alone when it was compiled"
-        given = _places(args)
+        given = _storages(args)
         results = self._alone.forward.forward(args)
-        self._step.watched.append(_Run(self, given, _places(results[:user])))
+        self._step.watched.append(_Run(self, given, _storages(results[:user])))
         return [*results[:user], torch.empty(0, 0, len(self._step.watched) - 1), *results[user:]]
 
     def _run_backward(self, args: list[Any]) -> Any:
@@ -250,10 +291,11 @@ class _Compiled:
             return _backward(self._step.plans[plan - 1].sections[section])(args)
         assert self._alone is not None, "planned alone when it was compiled"
         run = self._step.watched[section] if section < len(self._step.watched) else None
-        tangents = _places(args[len(args) - len(self.halves.tangents) :])
+        tangents = _storages(args[len(args) - len(self.halves.tangents) :])
         gradients = _backward(self._alone)(args)
         if run is not None and run.graph is self:
-            run.tangents, run.gradients, run.waiting = tangents, _places(gradients), False
+            run.tangents, run.gradients, run.waiting = tangents, _storages(gradients), False
+            torch.autograd.Variable._execution_engine.queue_callback(self._step.look)
         return gradients
 
 
@@ -263,9 +305,11 @@ def _backward(planned: Planned) -> Callable[[list[Any]], Any]:
     return backward
 
 
-def _places(things: Sequence[Any]) -> list[int]:
-    """Where tensors lie; 0 for what is none."""
-    return [thing.untyped_storage().data_ptr() if isinstance(thing, torch.Tensor) else 0 for thing in things]
+def _storages(things: Sequence[Any]) -> _Storages:
+    return [
+        StorageWeakRef(thing.untyped_storage()) if isinstance(thing, torch.Tensor) else None
+        for thing in things
+    ]
 
 
 # Graphs -----------------------------------------------------------------------------------------------
@@ -313,6 +357,26 @@ def _drawn(halves: Halves, static: frozenset[int]) -> _Drawn:
     return _Drawn(graph, came, made, tangents, gradients)
 
 
+def _with_others_between(graph: Graph, others_bytes: int) -> Graph:
+    """`graph` with an op between its forward and its backward that takes `others_bytes` while it runs."""
+    forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
+    others = Op(
+        id=0,
+        target="lowtide.other_graphs",
+        args=(),
+        kwargs=(),
+        outputs=(),
+        reads=(),
+        creates=(),
+        phase=Phase.FORWARD,
+        module="",
+        section=BETWEEN_GRAPHS,
+        workspace_bytes=others_bytes,
+    )
+    ops = (*forward, others, *graph.ops[len(forward) :])
+    return replace(graph, ops=tuple(replace(op, id=position) for position, op in enumerate(ops)))
+
+
 def _results(half: fx.GraphModule) -> list[Any]:
     (output,) = half.graph.find_nodes(op="output")
     return list(output.args[0])
@@ -332,23 +396,18 @@ def _module(node: fx.Node) -> str:
 
 
 def _links(runs: Sequence[_Run]) -> dict[Place, Place]:
-    """What one graph was given that another had or made: what lay at the same place, and is as large.
-
-    Memory is used again, so two tensors may have lain at one place. Then they are taken for one that lives
-    long enough for both: that counts too much, never too little.
-    """
+    """What one graph was given that another had or made."""
     links: dict[Place, Place] = {}
-    seen: dict[tuple[int, int], Place] = {}
+    seen: dict[int, Place] = {}
 
-    def add(part: int, places: Sequence[int], values: Sequence[int | None], *, comes: bool) -> None:
-        for place, value in zip(places, values, strict=True):
-            if value is None or not place:
+    def add(part: int, storages: _Storages, values: Sequence[int | None], *, comes: bool) -> None:
+        for storage, value in zip(storages, values, strict=True):
+            if value is None or storage is None:
                 continue
-            key = (place, runs[part].graph.graph.values[value].bytes)
-            if comes and key in seen and seen[key] != (part, value):
-                links.setdefault((part, value), seen[key])
+            if comes and storage.cdata in seen and seen[storage.cdata] != (part, value):
+                links.setdefault((part, value), seen[storage.cdata])
             else:
-                seen[key] = (part, value)
+                seen[storage.cdata] = (part, value)
 
     for part, run in enumerate(runs):
         add(part, run.given, run.graph.drawn.given, comes=True)
@@ -360,16 +419,40 @@ def _links(runs: Sequence[_Run]) -> dict[Place, Place]:
     return links
 
 
+def _passing(runs: Sequence[_Run], links: Mapping[Place, Place]) -> frozenset[Place]:
+    """What one graph made, another was given, and nobody else held to the end; and the gradients of it.
+
+    Gradients of anything else are not among them even if nobody held them. Whether a parameter keeps
+    what it is given depends on what it had before, and the next step may differ in that.
+    """
+    found: set[Place] = set()
+    for part, run in enumerate(runs):
+        drawn = run.graph.drawn
+        # The first results of a backward are gradients of what the forward was given, in that order.
+        for given, gradient in zip(drawn.given, drawn.gradients, strict=False):
+            origin = None if given is None else links.get((part, given))
+            if origin is None or origin[1] not in runs[origin[0]].graph.drawn.made:
+                continue
+            if origin[1] in runs[origin[0]].gone:
+                found.add(origin)
+            if gradient is not None and gradient in run.gone:
+                found.add((part, gradient))
+    return frozenset(found)
+
+
 def _with_others(graph: Graph) -> Graph:
     """With everything else that is allocated on CUDA when a step begins: states of the optimizer, say.
 
-    Elsewhere that is not known, but for the buckets of a DistributedDataParallel that is running.
+    Elsewhere that is not known, but for the buckets of a DistributedDataParallel that is running. Its ranks
+    share a plan, so what counts is the one that holds most.
     """
+    wrapper = DistributedDataParallel._get_active_ddp_module()
     if not graph.device.startswith("cuda"):
-        wrapper = DistributedDataParallel._get_active_ddp_module()
         return graph if wrapper is None else with_buckets(graph, wrapper.module)
     known = sum(graph.counted_bytes(value) for value in graph.resident)
     others = max(0, torch.cuda.memory_allocated(graph.device) - known)
+    if wrapper is not None:
+        others = largest(others, TIMEOUT_SECONDS)
     value = Value(len(graph.values), others, Role.OPTIMIZER_STATE, "other tensors", device=graph.device)
     return replace(graph, values=(*graph.values, value))
 

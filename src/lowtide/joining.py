@@ -6,21 +6,26 @@ another is given is one value, as far as `links` say so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lowtide.graph import Arg, Graph, Op, Phase, Ref, Tensor, Value
+from lowtide.repeating import BETWEEN_GRAPHS
 from lowtide.validation import validate
 
 Place = tuple[int, int]  # part, value in it
+HANDED_ON = "lowtide.handed_on"
 
 
-def joined(parts: Sequence[Graph], links: Mapping[Place, Place]) -> Graph:
+def joined(
+    parts: Sequence[Graph], links: Mapping[Place, Place], passing: Collection[Place] = frozenset()
+) -> Graph:
     """One graph of all `parts`, each of which becomes a section.
 
     `links` maps what a part is given, a resident value of its graph, to what it is elsewhere: a value of
     an earlier forward, of a later part's backward, or something resident that several parts are given.
-    What any part leaves behind outlives the step.
+    What any part leaves behind outlives the step, except what is `passing`: that goes after its last use, but
+    not before the forwards are over, whose caller may hold it, or the backward that makes it.
     """
     values: list[Value] = []
     tensors: list[Tensor] = []
@@ -38,21 +43,26 @@ def joined(parts: Sequence[Graph], links: Mapping[Place, Place]) -> Graph:
         for tensor in graph.tensors:
             found = number[part, tensor.value]
             tensors.append(replace(tensor, id=len(tensors), value=found))
-    order = [(part, op) for part, graph in enumerate(parts) for op in graph.ops if op.phase is Phase.FORWARD]
+    in_forward = [(part, op) for part, graph in enumerate(parts) for op in graph.ops if _is_forward(op)]
+    ops = [_renumbered(op, part, offsets[part], number) for part, op in in_forward]
+    made = {number[part, value] for part, op in in_forward for value in op.creates}
+    handed_on = {number[place] for place in passing}
+    ops += _holding(handed_on & made, tensors, Phase.FORWARD)
     for part, graph in reversed(list(enumerate(parts))):
-        order.extend((part, op) for op in graph.ops if op.phase is not Phase.FORWARD)
-    ops = [
-        _renumbered(op, position, part, offsets[part], number) for position, (part, op) in enumerate(order)
-    ]
+        in_backward = [op for op in graph.ops if not _is_forward(op)]
+        ops += [_renumbered(op, part, offsets[part], number) for op in in_backward]
+        made = {number[part, value] for op in in_backward for value in op.creates}
+        ops += _holding(handed_on & made, tensors, Phase.BACKWARD)
     return validate(
         replace(
             parts[0],
-            ops=tuple(ops),
+            ops=tuple(replace(op, id=position) for position, op in enumerate(ops)),
             values=tuple(values),
             tensors=tuple(tensors),
             outputs=frozenset(
                 number[part, value] for part, graph in enumerate(parts) for value in graph.outputs
-            ),
+            )
+            - handed_on,
             results=tuple(
                 (name, tensor + offsets[part])
                 for part, graph in enumerate(parts)
@@ -69,7 +79,32 @@ def _origin(place: Place, links: Mapping[Place, Place]) -> Place:
     return place
 
 
-def _renumbered(op: Op, position: int, part: int, offset: int, number: Mapping[Place, int]) -> Op:
+def _is_forward(op: Op) -> bool:
+    return op.phase is Phase.FORWARD
+
+
+def _holding(values: Collection[int], tensors: Iterable[Tensor], phase: Phase) -> list[Op]:
+    """An op that needs `values` and does nothing; none if there are none."""
+    looks = {tensor.value: tensor.id for tensor in tensors if tensor.value in values}
+    if not looks:
+        return []
+    return [
+        Op(
+            id=0,
+            target=HANDED_ON,
+            args=tuple(map(Ref, looks.values())),
+            kwargs=(),
+            outputs=(),
+            reads=tuple(looks),
+            creates=(),
+            phase=phase,
+            module="",
+            section=BETWEEN_GRAPHS,
+        )
+    ]
+
+
+def _renumbered(op: Op, part: int, offset: int, number: Mapping[Place, int]) -> Op:
     def arg(given: Arg) -> Arg:
         if isinstance(given, Ref):
             return Ref(given.tensor + offset)
@@ -80,7 +115,6 @@ def _renumbered(op: Op, position: int, part: int, offset: int, number: Mapping[P
 
     return replace(
         op,
-        id=position,
         section=part,
         args=tuple(map(arg, op.args)),
         kwargs=tuple((name, arg(given)) for name, given in op.kwargs),

@@ -6,8 +6,11 @@ gradients, and they are there all the time. Gradients are copied into them to be
 
 With `find_unused_parameters` the user gets copies of the model's outputs, made when its forward is over.
 
+When the second step begins, DDP makes its buckets anew, and the old ones have to go: see
+`let_go_of_old_buckets`.
+
 Not counted: buffers that a forward broadcasts, which are flat copies for a moment before anything else is
-there; and in the second step the old buckets, which may outlive the new ones' making by one collective.
+there.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lowtide.graph import Graph, Phase, Role, Value
@@ -26,6 +32,7 @@ from lowtide.schedule import Compute, Free, Schedule, Step
 from lowtide.tracing import Trace
 
 _BUCKETS = "DDP's buckets"
+_settled: WeakSet[DistributedDataParallel] = WeakSet()  # those whose buckets will not change any more
 
 
 def with_buckets(graph: Graph, model: nn.Module) -> Graph:
@@ -51,6 +58,23 @@ def replicated(trace: Trace, model: nn.Module, *, as_views: bool) -> Trace:
     first = len(trace.graph.values)
     place_of = {gradient.id: first + position for position, gradient in enumerate(gradients)}
     return replace(trace, graph=graph, schedule=_taking_places(trace.graph, trace.schedule, place_of))
+
+
+def let_go_of_old_buckets() -> None:
+    """In a forward for training, inside a DistributedDataParallel whose buckets are new: free the old ones.
+
+    Their memory belongs to the collectives that reduced them, and NCCL remembers its last ones until another
+    comes, which without this would be when the backward is under way. So all ranks reduce a single number,
+    once in a training. Where ranks may have run out of batches (`join`), this is not done.
+    """
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None or wrapper in _settled:
+        return
+    if wrapper._join_config.enable or not wrapper._has_rebuilt_buckets:
+        return
+    _settled.add(wrapper)
+    number = torch.zeros(1, device=next(wrapper.parameters()).device)
+    dist.all_reduce(number, group=wrapper.process_group)
 
 
 @contextmanager

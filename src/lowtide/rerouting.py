@@ -24,6 +24,7 @@ from torch import nn
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execution import Execution
 from lowtide.identity import described_inputs, fingerprint
+from lowtide.replicating import let_go_of_old_buckets
 from lowtide.sections import compiling
 from lowtide.solution import GraphSolution
 
@@ -153,6 +154,7 @@ class _Route:
         assert model is not None, "a model's forward is called by the model"
         if not torch.is_grad_enabled() or model.training != self._training:
             return self._plain(model)(*args, **kwargs)
+        let_go_of_old_buckets()
         self._tell_of_gradients()
         course = self._course(model, args, kwargs)
         if course is None:

@@ -31,6 +31,7 @@ from lowtide.errors import BadRequest, CannotApply
 from lowtide.identity import described_inputs, fingerprint
 from lowtide.passing import Pass, close
 from lowtide.placing import Edge, Placement, Unit, place
+from lowtide.replicating import let_go_of_old_buckets
 from lowtide.solution import Solution
 from lowtide.taping import Tape, replay_tape
 
@@ -195,6 +196,7 @@ class _Runner:
         self.local.passing = None
         if not torch.is_grad_enabled() or self._is_replaying():
             return
+        let_go_of_old_buckets()
         self._suit(model, args, kwargs)
         if self.course is None:
             return

@@ -15,6 +15,7 @@ there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from lowtide.schedule import Compute, Free, Schedule, Step
 from lowtide.tracing import Trace
 
 _BUCKETS = "DDP's buckets"
+_NOTICING_SECONDS = 0.3  # NCCL's thread looks ten times a second
 _settled: WeakSet[DistributedDataParallel] = WeakSet()  # those whose buckets will not change any more
 
 
@@ -63,9 +65,10 @@ def replicated(trace: Trace, model: nn.Module, *, as_views: bool) -> Trace:
 def let_go_of_old_buckets() -> None:
     """In a forward for training, inside a DistributedDataParallel whose buckets are new: free the old ones.
 
-    Their memory belongs to the collectives that reduced them, and NCCL remembers its last ones until another
-    comes, which without this would be when the backward is under way. So all ranks reduce a single number,
-    once in a training. Where ranks may have run out of batches (`join`), this is not done.
+    Their memory belongs to the collectives that reduced them. NCCL lets go of it when a new one comes and a
+    thread has noticed that the old ones are done; without this that would be when the backward is under way. So
+    all ranks wait for that thread and reduce a single number, once in a training. Where ranks may have run out
+    of batches (`join`), this is not done.
     """
     wrapper = DistributedDataParallel._get_active_ddp_module()
     if wrapper is None or wrapper in _settled:
@@ -73,7 +76,11 @@ def let_go_of_old_buckets() -> None:
     if wrapper._join_config.enable or not wrapper._has_rebuilt_buckets:
         return
     _settled.add(wrapper)
-    number = torch.zeros(1, device=next(wrapper.parameters()).device)
+    device = next(wrapper.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        time.sleep(_NOTICING_SECONDS)
+    number = torch.zeros(1, device=device)
     dist.all_reduce(number, group=wrapper.process_group)
 
 

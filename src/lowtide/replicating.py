@@ -66,9 +66,9 @@ def let_go_of_old_buckets() -> None:
     """In a forward for training, inside a DistributedDataParallel whose buckets are new: free the old ones.
 
     Their memory belongs to the collectives that reduced them. NCCL lets go of it when a new one comes and a
-    thread has noticed that the old ones are done; without this that would be when the backward is under way. So
-    all ranks wait for that thread and reduce a single number, once in a training. Where ranks may have run out
-    of batches (`join`), this is not done.
+    thread has noticed that the old ones are done; without this that would be when the backward is under way.
+    So all ranks wait for that thread and reduce a single number, once in a training. Where ranks may have run
+    out of batches (`join`), this is not done.
     """
     wrapper = DistributedDataParallel._get_active_ddp_module()
     if wrapper is None or wrapper in _settled:

@@ -255,7 +255,7 @@ def rendered(document: Json) -> Iterator[str]:
     yield from heading(document)
     yield f"A GPT ({sizes}; dropout 0.1), AdamW, {document['ranks']} rank(s) over {document['backend']}."
     yield f"DDP's buckets are of up to {BUCKET_MIB} MiB; in the second step it makes them anew."
-    yield f"On CUDA the highest peak of the first {WARM_UP} steps is given, and has to be within the budget too."
+    yield f"The highest peak of the first {WARM_UP} steps, given on CUDA, has to be within the budget too."
     yield f"Losses of {WARM_UP} steps are compared with those of the same engine without a plan, bit for bit."
     yield ""
     head = [

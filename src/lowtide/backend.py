@@ -1,8 +1,9 @@
 """`torch.compile(model, backend="lowtide", options={"budget": "8GiB"})`.
 
-A backend is handed one graph at a time and never sees the whole step. So the first step runs at the
-lowest peak that each graph can reach alone, and is watched: which graphs run, in which order, and what
-passes from one to another. From the second step on all of them follow one schedule, within the budget.
+A backend is handed one graph at a time and never sees the whole step. So in the first step each graph keeps
+as little as it can for its backward, and is watched: which graphs run, in which order, what passes from one to
+another, and what of that is held by others. From the second step on all of them follow one schedule, within
+the budget.
 
 Counted is what the graphs are given and make, and on CUDA what else is allocated when a step begins. What
 runs outside of them (a loss that is not compiled, say) is not: compile a function that includes it, or

@@ -1,9 +1,9 @@
 """`torch.compile(model, backend="lowtide", options={"budget": "8GiB"})`.
 
 A backend is handed one graph at a time and never sees the whole step. So in the first step each graph keeps
-as little as it can for its backward, and is watched: which graphs run, in which order, what passes from one to
-another, and what of that is held by others. From the second step on all of them follow one schedule, within
-the budget.
+as little as it can for its backward, and is watched: which graphs run, in which order, what passes from one
+to another, and what of that is held by others. From the second step on all of them follow one schedule,
+within the budget.
 
 Counted is what the graphs are given and make, and on CUDA what else is allocated when a step begins. What
 runs outside of them (a loss that is not compiled, say) is not: compile a function that includes it, or
@@ -32,10 +32,10 @@ from lowtide.emission import Halves, Planned, emit
 from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
 from lowtide.execution import refuse_graphs_of_the_backward
 from lowtide.fitting import with_costs
-from lowtide.graph import Graph, Op, Origin, Phase, Role, Value
+from lowtide.graph import Graph, Origin, Phase, Role, Value
 from lowtide.identity import skeleton
 from lowtide.joining import Place, joined
-from lowtide.repeating import BETWEEN_GRAPHS
+from lowtide.repeating import between_graphs
 from lowtide.replicating import let_go_of_old_buckets, with_buckets
 from lowtide.sections import boxed, cut_in_two
 from lowtide.simulation import simulate
@@ -361,19 +361,7 @@ def _drawn(halves: Halves, static: frozenset[int]) -> _Drawn:
 def _with_others_between(graph: Graph, others_bytes: int) -> Graph:
     """`graph` with an op between its forward and its backward that takes `others_bytes` while it runs."""
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
-    others = Op(
-        id=0,
-        target="lowtide.other_graphs",
-        args=(),
-        kwargs=(),
-        outputs=(),
-        reads=(),
-        creates=(),
-        phase=Phase.FORWARD,
-        module="",
-        section=BETWEEN_GRAPHS,
-        workspace_bytes=others_bytes,
-    )
+    others = between_graphs("lowtide.other_graphs", Phase.FORWARD, workspace_bytes=others_bytes)
     ops = (*forward, others, *graph.ops[len(forward) :])
     return replace(graph, ops=tuple(replace(op, id=position) for position, op in enumerate(ops)))
 

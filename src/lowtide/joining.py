@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lowtide.graph import Arg, Graph, Op, Phase, Ref, Tensor, Value
-from lowtide.repeating import BETWEEN_GRAPHS
+from lowtide.repeating import between_graphs
 from lowtide.validation import validate
 
 Place = tuple[int, int]  # part, value in it
@@ -86,22 +86,7 @@ def _is_forward(op: Op) -> bool:
 def _holding(values: Collection[int], tensors: Iterable[Tensor], phase: Phase) -> list[Op]:
     """An op that needs `values` and does nothing; none if there are none."""
     looks = {tensor.value: tensor.id for tensor in tensors if tensor.value in values}
-    if not looks:
-        return []
-    return [
-        Op(
-            id=0,
-            target=HANDED_ON,
-            args=tuple(map(Ref, looks.values())),
-            kwargs=(),
-            outputs=(),
-            reads=tuple(looks),
-            creates=(),
-            phase=phase,
-            module="",
-            section=BETWEEN_GRAPHS,
-        )
-    ]
+    return [between_graphs(HANDED_ON, phase, looks)] if looks else []
 
 
 def _renumbered(op: Op, part: int, offset: int, number: Mapping[Place, int]) -> Op:

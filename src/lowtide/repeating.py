@@ -9,9 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lowtide.graph import Graph, Op
+from lowtide.graph import Graph, Op, Phase, Ref
 
 BETWEEN_GRAPHS = -1  # the section of ops that run eagerly between captured graphs
+
+
+def between_graphs(
+    target: str,
+    phase: Phase,
+    looks: Mapping[int, int] | None = None,
+    *,
+    module: str = "",
+    workspace_bytes: int = 0,
+    seconds: float = 0.0,
+) -> Op:
+    """An op outside all captured graphs that makes nothing. Its id is still to be given.
+
+    `looks` are the values that it needs, each with a tensor that looks at it.
+    """
+    needed = looks or {}
+    return Op(
+        id=0,
+        target=target,
+        args=tuple(map(Ref, needed.values())),
+        kwargs=(),
+        outputs=(),
+        reads=tuple(needed),
+        creates=(),
+        phase=phase,
+        module=module,
+        section=BETWEEN_GRAPHS,
+        workspace_bytes=workspace_bytes,
+        seconds=seconds,
+    )
 
 
 def repeatable(graph: Graph) -> frozenset[int]:

@@ -16,8 +16,8 @@ from torch import nn
 from lowtide.capturing import capture_forward
 from lowtide.errors import BadRequest
 from lowtide.fitting import Progress, with_costs
-from lowtide.graph import Graph, Op, Phase, Role, Value
-from lowtide.repeating import BETWEEN_GRAPHS
+from lowtide.graph import Graph, Phase, Role, Value
+from lowtide.repeating import between_graphs
 from lowtide.schedule import straight
 from lowtide.simulation import simulate
 from lowtide.tangents import with_held_tangents
@@ -87,21 +87,14 @@ def _with_optimizer(graph: Graph, plain: Trace) -> Graph:
         return graph
     held = simulate(graph, straight(graph))
     at_the_end = int(held.live_bytes[-1]) if len(held.live_bytes) else held.resident_bytes
-    update = Op(
-        id=len(graph.ops),
-        target="lowtide.optimizer.step",
-        args=(),
-        kwargs=(),
-        outputs=(),
-        reads=(),
-        creates=(),
-        phase=Phase.OPTIMIZER,
+    update = between_graphs(
+        "lowtide.optimizer.step",
+        Phase.OPTIMIZER,
         module="optimizer",
-        section=BETWEEN_GRAPHS,
         workspace_bytes=max(0, max(updating) - at_the_end),
         seconds=sum(op.seconds for op in plain.graph.ops if op.phase is Phase.OPTIMIZER),
     )
-    return replace(graph, ops=(*graph.ops, update))
+    return replace(graph, ops=(*graph.ops, replace(update, id=len(graph.ops))))
 
 
 def _with_residents(graph: Graph, more: list[Value]) -> Graph:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.graph import Graph, Op, Phase, Ref, argument_tensors
-from lowtide.repeating import BETWEEN_GRAPHS
+from lowtide.graph import Graph, Op, Phase, argument_tensors
+from lowtide.repeating import BETWEEN_GRAPHS, between_graphs
 
 RETURN = "lowtide.backward.return"
 _HANDED_OVER = hasattr(torch.autograd.Function, "boxed_grads_call")
@@ -26,7 +26,8 @@ def with_held_tangents(graph: Graph, handed_over: bool = _HANDED_OVER) -> Graph:
     for op in graph.ops:
         ops.append(replace(op, id=len(ops)))
         if last.get(op.section) == op.id:
-            ops.append(_return(len(ops), held[op.section], op.module))
+            given_back = between_graphs(RETURN, Phase.BACKWARD, held[op.section], module=op.module)
+            ops.append(replace(given_back, id=len(ops)))
     return replace(graph, ops=tuple(ops))
 
 
@@ -44,18 +45,3 @@ def _tangents(graph: Graph) -> Mapping[int, Mapping[int, int]]:
             if graph.ops[maker].phase is Phase.BACKWARD and graph.ops[maker].section != op.section:
                 found.setdefault(op.section, {}).setdefault(value, tensor)
     return found
-
-
-def _return(identity: int, tangents: Mapping[int, int], module: str) -> Op:
-    return Op(
-        id=identity,
-        target=RETURN,
-        args=tuple(Ref(tensor) for tensor in tangents.values()),
-        kwargs=(),
-        outputs=(),
-        reads=tuple(tangents),
-        creates=(),
-        phase=Phase.BACKWARD,
-        module=module,
-        section=BETWEEN_GRAPHS,
-    )

@@ -6,6 +6,7 @@ import gc
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from lowtide.solution import GraphSolution
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from lowtide.integrations.transformers import LowtideCallback  # noqa: E402
+from transformers.training_args import ParallelMode  # noqa: E402
+
+from lowtide.integrations.transformers import LowtideCallback, _engine  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:lowtide. the model meets inputs without a plan:UserWarning")
 
@@ -217,6 +220,21 @@ def test_what_does_not_go_together_with_a_plan_is_refused(
     with pytest.raises(BadRequest, match=message):
         LowtideCallback("60%").on_train_begin(args, transformers.TrainerState(), None, model=model)
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("processes", "device", "replicated"), [(2, "cuda", True), (1, "cuda", False), (1, "cpu", True)]
+)
+def test_buckets_are_counted_where_accelerate_makes_some(
+    processes: int, device: str, replicated: bool
+) -> None:
+    args = SimpleNamespace(
+        parallel_mode=ParallelMode.DISTRIBUTED,
+        world_size=processes,
+        device=torch.device(device),
+        ddp_find_unused_parameters=None,
+    )
+    assert (_engine(args) is not None) == replicated
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_in_the_first_step(tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def _engine(args: Any) -> Replicated | None:
     """How the Trainer replicates the model: callbacks are shown the model, and not what is around it."""
     if args.parallel_mode is not ParallelMode.DISTRIBUTED:
         return None
+    if args.world_size == 1 and args.device.type != "cpu":  # accelerate leaves a single GPU's model as it is
+        return None
     told = args.ddp_find_unused_parameters
     return Replicated(find_unused_parameters=True if told is None else told)
 

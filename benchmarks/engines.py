@@ -46,7 +46,7 @@ from paper_report import heading, percent, table
 SIZES = {"layers": 8, "width": 128, "heads": 4, "tokens": 128, "batch": 8, "vocab": 1000}
 WARM_UP = 3
 TIMED = 7
-SETTLING_SECONDS = 1  # a thread of NCCL's looks now and then whether the buckets of the first step can go
+SETTLING_SECONDS = 1  # a thread of NCCL's looks now and then which collectives are done
 COMPILED = "compile"
 BUCKET_MIB = 200  # Dynamo cuts graphs where buckets end, and what passes from one to the next has to be kept
 METHODS = {"ddp": ("rotor", "auto", COMPILED), "fsdp2": ("rotor",)}
@@ -200,6 +200,7 @@ class Training:
         optimizer.zero_grad()
         gc.collect()
         time.sleep(SETTLING_SECONDS)
+        dist.all_reduce(torch.zeros(1, device=self.device))  # which is when memory of those is given back
         reading = lowtide.measure(step, device=self.device)
         seconds = []
         for _ in range(TIMED):

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -177,33 +178,31 @@ def ddp(folder: Path, rank: int, kind: str, how: str, as_views: bool, unused: bo
         )
         found = told(solution, folder)
         lowtide.apply(model, solution)
-    compiling = how == "backend"
-    if compiling:  # a bucket, and so a graph, for each block or so
-        dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 17  # type: ignore[attr-defined]
-    wrapped = DistributedDataParallel(
-        Scored(model, batch) if compiling else model,
-        gradient_as_bucket_view=as_views,
-        find_unused_parameters=unused,
-        bucket_cap_mb=1 / 8 if compiling else None,
-    )
-    running: Callable[..., torch.Tensor] = wrapped
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_views, find_unused_parameters=unused)
+    return {**trained(wrapped, model, batch, rank, lambda: buckets_bytes(wrapped)), **found}
+
+
+def compiled_ddp(folder: Path, rank: int) -> dict[str, Any]:
+    """The backend inside a DDP with a bucket, and so a graph, for each block or so."""
+    model, batch = gpt(), Batch(rank, "gpt")
     options: Any = {"budget": "9MiB"}
-    if compiling:
-        running = torch.compile(wrapped, dynamic=False, backend=lowtide.backend.lowtide, options=options)
-
-    def buckets() -> int:
-        found = wrapped._get_ddp_logging_data()
-        sizes = found["bucket_sizes" if unused else "rebuilt_bucket_sizes"]  # it rebuilds none then
-        return sum(int(size) for size in str(sizes).split(", "))
-
-    training = trained(running, model, batch, rank, buckets)
-    if compiling:
-        (solution,) = lowtide.backend.plans_of(options)
-        assert len({op.section for op in solution.graph.ops}) > 6
-        found = told(solution, folder)
-        for what in ("predicted_bytes", "budget_bytes"):  # on a CPU a backend does not know of them
-            found[what] += training["states_bytes"]
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 17):
+        wrapped = DistributedDataParallel(Scored(model, batch), bucket_cap_mb=1 / 8)
+        running: Any = torch.compile(wrapped, dynamic=False, backend=lowtide.backend.lowtide, options=options)
+        training = trained(running, model, batch, rank, lambda: buckets_bytes(wrapped))
+    (solution,) = lowtide.backend.plans_of(options)
+    assert len({op.section for op in solution.graph.ops}) > 6
+    found = told(solution, folder)
+    for what in ("predicted_bytes", "budget_bytes"):  # on a CPU a backend does not know of them
+        found[what] += training["states_bytes"]
     return {**training, **found}
+
+
+def buckets_bytes(wrapped: DistributedDataParallel) -> int:
+    """What DDP says of its buckets. Where it looks for unused parameters it makes none anew."""
+    said = wrapped._get_ddp_logging_data()
+    sizes = said["bucket_sizes" if wrapped.find_unused_parameters else "rebuilt_bucket_sizes"]
+    return sum(int(size) for size in str(sizes).split(", "))
 
 
 def reductions(rank: int, how: str) -> dict[str, Any]:
@@ -439,6 +438,8 @@ def main(folder: Path, cases: list[str]) -> None:
     for case in cases:
         engine, *details = case.split("-")
         match engine:
+            case "ddp" if "backend" in details:
+                found = compiled_ddp(folder, rank)
             case "ddp":
                 found = ddp(folder, rank, details[0], details[1], "views" in details, "unused" in details)
             case "reductions":

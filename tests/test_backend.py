@@ -124,6 +124,15 @@ def test_the_first_of_many_graphs_leave_room_for_the_others() -> None:
     assert all(there + grown <= budget for grown in growths)
 
 
+def test_a_forward_without_a_backward_does_not_keep_steps_from_being_planned() -> None:
+    model, options = small(), {"budget": "1GiB"}
+    planned = compiled_with(model, options)
+    planned(IMAGES, LABELS)
+    for _ in range(2):
+        trained(planned, IMAGES, LABELS)()
+    assert len(plans_of(options)) == 1
+
+
 def test_there_are_no_plans_before_the_second_step() -> None:
     model, options = small(), {"budget": "1GiB"}
     assert plans_of(options) == ()

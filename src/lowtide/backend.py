@@ -16,7 +16,7 @@ counted. Dynamo cuts graphs where buckets end, so that reducing and computing ov
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from lowtide.execution import refuse_graphs_of_the_backward
 from lowtide.fitting import with_costs
 from lowtide.graph import Graph, Origin, Phase, Role, Value
 from lowtide.identity import skeleton
-from lowtide.joining import Place, joined
 from lowtide.repeating import between_graphs
 from lowtide.replicating import let_go_of_old_buckets, with_buckets
 from lowtide.sections import boxed, cut_in_two
@@ -44,6 +43,7 @@ from lowtide.solvers import methods, schedulers, solve
 from lowtide.solvers.graphs import LOWEST, SINGLE_OPS
 from lowtide.tangents import with_held_tangents
 from lowtide.units import parse_bytes
+from lowtide.watching import Drawn, Run, joined_runs, storages_of
 
 _OPTIONS = ("budget", "method", "profile")
 _steps: dict[int, tuple[Any, _Step]] = {}  # by the options of a torch.compile: these it hands over each time
@@ -107,30 +107,13 @@ class _Request:
         return _Request(None if lowest else parse_bytes(budget), method, bool(given.get("profile", True)))
 
 
-_Storages = list[StorageWeakRef | None]  # None where there is no tensor
-
-
-@dataclass
-class _Run:
-    """One run of one graph in a step that is watched. Tensors are known by their storages."""
+@dataclass(kw_only=True)
+class _Run(Run):
+    """One run of one graph in a step that is watched. Its mark is there as long as its backward may come."""
 
     graph: _Compiled
-    given: _Storages
-    made: _Storages
-    tangents: _Storages = field(default_factory=list)
-    gradients: _Storages = field(default_factory=list)
+    mark: StorageWeakRef
     waiting: bool = True  # for its backward
-    gone: frozenset[int] = frozenset()  # the values that nobody held when the backward was over
-
-    def look(self) -> None:
-        """See what is gone."""
-        drawn = self.graph.drawn
-        left = zip((*self.made, *self.gradients), (*drawn.made, *drawn.gradients), strict=True)
-        self.gone = frozenset(
-            value
-            for storage, value in left
-            if storage is not None and value is not None and storage.expired()
-        )
 
 
 @dataclass(frozen=True)
@@ -192,12 +175,12 @@ class _Step:
 
     def _plan_what_was_watched(self) -> None:
         let_go_of_old_buckets()
-        if not self.watched or any(run.waiting for run in self.watched):
+        if any(run.waiting and not run.mark.expired() for run in self.watched):
             return
-        runs, self.watched = self.watched, []
-        links = _links(runs)
-        whole = joined([run.graph.graph for run in runs], links, _passing(runs, links))
-        whole = with_held_tangents(_with_others(whole))
+        runs, self.watched = [run for run in self.watched if not run.waiting], []
+        if not runs:
+            return
+        whole = with_held_tangents(_with_others(joined_runs(runs)))
         solution = _solved_by_all(whole, self.request)
         sections = tuple(
             emit(run.graph.halves, whole, solution.schedule, section) for section, run in enumerate(runs)
@@ -211,7 +194,7 @@ class _Compiled:
     def __init__(self, step: _Step) -> None:
         self._step = step
         self._halves: Halves | None = None
-        self._drawn: _Drawn | None = None
+        self._drawn: Drawn | None = None
         self._alone: Planned | None = None
 
     @property
@@ -226,7 +209,7 @@ class _Compiled:
         return self.drawn.graph
 
     @property
-    def drawn(self) -> _Drawn:
+    def drawn(self) -> Drawn:
         """The graph by itself, and what comes and goes."""
         assert self._drawn is not None, "AOTAutograd partitions, then compiles, then runs"
         return self._drawn
@@ -280,10 +263,18 @@ class _Compiled:
             # The mark: no bytes, but a shape.
             return [*results[:user], torch.empty(0, 1 + plan, section), *results[user:]]
         assert self._alone is not None, "planned alone when it was compiled"
-        given = _storages(args)
+        given = storages_of(args)
         results = self._alone.forward.forward(args)
-        self._step.watched.append(_Run(self, given, _storages(results[:user])))
-        return [*results[:user], torch.empty(0, 0, len(self._step.watched) - 1), *results[user:]]
+        mark = torch.empty(0, 0, len(self._step.watched))
+        run = _Run(
+            drawn=self.drawn,
+            given=given,
+            made=storages_of(results[:user]),
+            graph=self,
+            mark=StorageWeakRef(mark.untyped_storage()),
+        )
+        self._step.watched.append(run)
+        return [*results[:user], mark, *results[user:]]
 
     def _run_backward(self, args: list[Any]) -> Any:
         refuse_graphs_of_the_backward()
@@ -292,10 +283,10 @@ class _Compiled:
             return _backward(self._step.plans[plan - 1].sections[section])(args)
         assert self._alone is not None, "planned alone when it was compiled"
         run = self._step.watched[section] if section < len(self._step.watched) else None
-        tangents = _storages(args[len(args) - len(self.halves.tangents) :])
+        tangents = storages_of(args[len(args) - len(self.halves.tangents) :])
         gradients = _backward(self._alone)(args)
         if run is not None and run.graph is self:
-            run.tangents, run.gradients, run.waiting = tangents, _storages(gradients), False
+            run.tangents, run.gradients, run.waiting = tangents, storages_of(gradients), False
             torch.autograd.Variable._execution_engine.queue_callback(self._step.look)
         return gradients
 
@@ -306,28 +297,10 @@ def _backward(planned: Planned) -> Callable[[list[Any]], Any]:
     return backward
 
 
-def _storages(things: Sequence[Any]) -> _Storages:
-    return [
-        StorageWeakRef(thing.untyped_storage()) if isinstance(thing, torch.Tensor) else None
-        for thing in things
-    ]
-
-
 # Graphs -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """The graph of one captured graph; and for all that comes and goes its value, None for what has none."""
-
-    graph: Graph
-    given: tuple[int | None, ...]
-    made: tuple[int | None, ...]
-    tangents: tuple[int | None, ...]
-    gradients: tuple[int | None, ...]
-
-
-def _drawn(halves: Halves, static: frozenset[int]) -> _Drawn:
+def _drawn(halves: Halves, static: frozenset[int]) -> Drawn:
     """What a captured graph does, read off its nodes."""
     assert halves.backward is not None, "only graphs with a backward are cut"
     given = list(halves.forward.graph.find_nodes(op="placeholder"))
@@ -355,7 +328,7 @@ def _drawn(halves: Halves, static: frozenset[int]) -> _Drawn:
     made = _values(builder, _results(halves.forward)[: halves.user_results])
     gradients = _values(builder, _results(halves.backward))
     graph = builder.finish(value for value in (*made, *gradients) if value is not None)
-    return _Drawn(graph, came, made, tangents, gradients)
+    return Drawn(graph, came, made, tangents, gradients)
 
 
 def _with_others_between(graph: Graph, others_bytes: int) -> Graph:
@@ -382,51 +355,6 @@ def _module(node: fx.Node) -> str:
     for path, _ in reversed(list(stack.values())):
         return str(path).replace("L['self']", "").strip(".")
     return ""
-
-
-def _links(runs: Sequence[_Run]) -> dict[Place, Place]:
-    """What one graph was given that another had or made."""
-    links: dict[Place, Place] = {}
-    seen: dict[int, Place] = {}
-
-    def add(part: int, storages: _Storages, values: Sequence[int | None], *, comes: bool) -> None:
-        for storage, value in zip(storages, values, strict=True):
-            if value is None or storage is None:
-                continue
-            if comes and storage.cdata in seen and seen[storage.cdata] != (part, value):
-                links.setdefault((part, value), seen[storage.cdata])
-            else:
-                seen[storage.cdata] = (part, value)
-
-    for part, run in enumerate(runs):
-        add(part, run.given, run.graph.drawn.given, comes=True)
-        add(part, run.made, run.graph.drawn.made, comes=False)
-    seen.clear()
-    for part, run in reversed(list(enumerate(runs))):
-        add(part, run.tangents, run.graph.drawn.tangents, comes=True)
-        add(part, run.gradients, run.graph.drawn.gradients, comes=False)
-    return links
-
-
-def _passing(runs: Sequence[_Run], links: Mapping[Place, Place]) -> frozenset[Place]:
-    """What one graph made, another was given, and nobody else held to the end; and the gradients of it.
-
-    Gradients of anything else are not among them even if nobody held them. Whether a parameter keeps
-    what it is given depends on what it had before, and the next step may differ in that.
-    """
-    found: set[Place] = set()
-    for part, run in enumerate(runs):
-        drawn = run.graph.drawn
-        # The first results of a backward are gradients of what the forward was given, in that order.
-        for given, gradient in zip(drawn.given, drawn.gradients, strict=False):
-            origin = None if given is None else links.get((part, given))
-            if origin is None or origin[1] not in runs[origin[0]].graph.drawn.made:
-                continue
-            if origin[1] in runs[origin[0]].gone:
-                found.add(origin)
-            if gradient is not None and gradient in run.gone:
-                found.add((part, gradient))
-    return frozenset(found)
 
 
 def _with_others(graph: Graph) -> Graph:

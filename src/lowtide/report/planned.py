@@ -21,7 +21,6 @@ _MOST_STRETCHES = 40  # of more, those in the middle are not shown
 _TIMES = {0: "keep", 1: "recompute"}
 NO_WORKSPACES = "not profiled: what kernels take while they run is not in these peaks"
 NO_TIMES = "no op was run, so how long recomputation takes is not known; plans count bytes touched as time"
-
 ESTIMATED_TIMES = "no op was run: times are estimates for an H200, which were off by up to a quarter"
 
 

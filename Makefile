@@ -19,7 +19,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --doctree-dir out/doctrees docs out/site
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

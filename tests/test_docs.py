@@ -305,30 +305,45 @@ def test_the_chain_on_the_pages_is_the_one_that_is_drawn() -> None:
 # The site ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The built site, and what building it said."""
-    folder = tmp_path_factory.mktemp("site")
-    result = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},  # material's advertisement of its successor
+Site = tuple[Path, "subprocess.CompletedProcess[str]"]
+
+
+def built(source: Path, folder: Path) -> Site:
+    """A site, as `make docs` builds it, and what building it said."""
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
+    return folder, subprocess.run(
+        [*command, "--doctree-dir", f"{folder}-doctrees", str(source), str(folder)],
         capture_output=True,
         text=True,
         check=False,
     )
-    return folder, result
 
 
-Site = tuple[Path, "subprocess.CompletedProcess[str]"]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return built(DOCS, tmp_path_factory.mktemp("site"))
 
 
 def test_the_site_is_built_without_a_warning(site: Site) -> None:
     folder, result = site
-    assert result.returncode == 0, result.stderr
-    assert "WARNING" not in result.stderr
+    assert (result.returncode, result.stderr) == (0, "")
     assert all((folder / Path(name).with_suffix(".html")).exists() for name in NAMES)
     assert not list(folder.rglob("*.py"))
+
+
+def test_a_site_with_something_broken_is_not_built(tmp_path: Path) -> None:
+    source = tmp_path / "docs"
+    source.mkdir()
+    for name in ("conf.py", "site.css"):
+        (source / name).write_bytes((DOCS / name).read_bytes())
+    broken = ("[a](nowhere.md)", "[b](other.md#nowhere)", "![c](nowhere.svg)")
+    (source / "index.md").write_text("# Index\n\n" + "\n\n".join(broken) + "\n", encoding="utf-8")
+    (source / "other.md").write_text("# In no table of contents\n", encoding="utf-8")
+    _, result = built(source, tmp_path / "site")
+    assert result.returncode == 1
+    lines = [line for line in result.stderr.splitlines() if "WARNING" in line]
+    said = ("'nowhere.md'", "'nowhere'", "nowhere.svg", "isn't included in any toctree")
+    assert all(any(words in line for line in lines) for words in said), result.stderr
 
 
 def test_the_site_fetches_nothing_from_elsewhere(site: Site) -> None:
@@ -344,7 +359,9 @@ def test_the_site_fetches_nothing_from_elsewhere(site: Site) -> None:
         assert not re.search(r"url\(['\"]?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
 
 
-def test_every_page_is_found_from_the_navigation(site: Site) -> None:
+def test_every_page_is_found_from_the_navigation_of_every_page(site: Site) -> None:
     folder, _ = site
-    linked = set(re.findall(r'href="([^"#]+\.html)', (folder / "index.html").read_text(encoding="utf-8")))
-    assert {str(Path(name).with_suffix(".html")) for name in NAMES} <= linked
+    pages = {folder / Path(name).with_suffix(".html") for name in NAMES}
+    for page in pages:
+        links = re.findall(r'href="([^"#:]+\.html)"', page.read_text(encoding="utf-8"))
+        assert pages - {page} <= {Path(os.path.normpath(page.parent / link)) for link in links}, page

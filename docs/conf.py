@@ -16,6 +16,7 @@ myst_heading_anchors = 3  # headings that pages may link to
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
 
+pygments_dark_style = "github-dark"
 html_theme = "furo"
 html_title = "lowtide"
 html_static_path = ["site.css"]

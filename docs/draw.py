@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import front
 from example import BUDGET, SIZES, WITHIN_A_BUDGET, Shown, shown, twelve_layers
 
 import lowtide
@@ -44,6 +45,7 @@ def pictures() -> Mapping[str, Callable[[], bytes]]:
         "methods.svg": partial(draw_all, names),
         "layout.svg": draw_layouts,
         "autodiff.svg": draw_autodiff,
+        "front.svg": front.draw,
     }
 
 

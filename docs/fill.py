@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import click
+import stands
 from click.testing import CliRunner
 from example import BUDGET, WITHIN_A_BUDGET, shown
 
@@ -21,6 +22,7 @@ import lowtide
 from lowtide.cli import main as command_line
 
 PAGES = Path(__file__).parent
+README = PAGES.parent / "README.md"
 
 _BETWEEN = re.compile(r"(<!-- fill: (\w+) ?([\w-]*) -->\n).*?(<!-- filled -->)", re.DOTALL)
 _WIDTH = "80"  # of --help, as in most terminals
@@ -67,7 +69,7 @@ def filled(text: str) -> str:
 
 def main() -> None:
     """Rewrite every page."""
-    for page in sorted(PAGES.rglob("*.md")):
+    for page in (README, *sorted(PAGES.rglob("*.md"))):
         text = page.read_text(encoding="utf-8")
         if (now := filled(text)) != text:
             page.write_text(now, encoding="utf-8")
@@ -154,6 +156,16 @@ def _picture(name: str) -> str:
     return f"![{name} on twelve layers{within}](../pictures/{name}.svg)"
 
 
+def _methods(_: str) -> str:
+    """What every method minimises, and when it proves that."""
+    rows = ["| method | minimises | proven best | from |", "|---|---|---|---|"]
+    for name, about in {**lowtide.schedulers(), **lowtide.methods()}.items():
+        rows.append(
+            f"| [{name}]({name}.md) | {about.minimises} | {about.proves or '–'} | {about.reference} |"
+        )
+    return "\n".join(rows)
+
+
 def _table(_: str) -> str:
     """Every method on the twelve layers."""
     rows = ["| method | peak | added | runs again |", "|---|--:|--:|---|"]
@@ -170,6 +182,8 @@ _FILLERS: Mapping[str, Callable[[str], str]] = {
     "commands": _commands,
     "names": _names,
     "facts": _facts,
+    "methods": _methods,
+    "standing": lambda _: stands.filled(),
     "table": _table,
 }
 

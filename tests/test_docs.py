@@ -21,8 +21,11 @@ from pages import agrees, blocks, run
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "lowtide"
-PAGES = sorted(DOCS.rglob("*.md"))
-NAMES = [str(page.relative_to(DOCS)) for page in PAGES]
+README = ROOT / "README.md"
+SITE_PAGES = sorted(DOCS.rglob("*.md"))
+NAMES = [str(page.relative_to(DOCS)) for page in SITE_PAGES]
+PAGES = [README, *SITE_PAGES]
+MOST_LINES = 150  # of the README
 METHODS = [*lowtide.methods(), *lowtide.schedulers()]
 LARGEST_PICTURE = 60_000
 
@@ -33,7 +36,7 @@ def has(page: Path, kind: str) -> bool:
 
 def together(page: Path) -> str:
     """Pages that run in one process: those of methods measure nothing, and are many."""
-    return "methods" if page.parent.name == "methods" else str(page.relative_to(DOCS))
+    return "methods" if page.parent.name == "methods" else str(page.relative_to(ROOT))
 
 
 RUNNABLE = [
@@ -181,11 +184,11 @@ def test_every_page_with_code_is_run() -> None:
 
 def test_blocks_that_do_not_run_say_why_and_are_few() -> None:
     reasons = [block.not_run for page in PAGES for block in blocks(page.read_text()) if block.not_run]
-    assert len(reasons) == 7, reasons
+    assert len(reasons) == 5, reasons
 
 
 @pytest.mark.usefixtures("scripts")
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.parametrize("page", PAGES, ids=["README.md", *NAMES])
 def test_what_a_page_repeats_of_the_code_is_up_to_date(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text == script("fill").filled(text), "run `python docs/fill.py`"
@@ -217,6 +220,92 @@ def test_the_pages_name_every_public_name_and_every_command() -> None:
     named = set(re.findall(r"^`lowtide\.(\w+)", python, re.MULTILINE))
     assert named == set(lowtide.__all__) - {"__version__"}
     assert re.findall(r"^## lowtide (\w+)$", cli, re.MULTILINE) == list(_COMMANDS)
+
+
+# The front door ---------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short_and_has_what_somebody_out_of_memory_looks_for() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    assert "CUDA out of memory" in text.partition("\n## ")[0]
+    assert text.count("![") == 1
+    assert text.index("![") < text.index("\n## ")
+    found = blocks(text)
+    assert [block.kind for block in found] == ["console", "python"]
+    assert not any(block.not_run for block in found)
+    assert "lowtide.optimize(" in found[1].text
+    assert all(command in text for command in ("pip install lowtide", "make demo", "make test"))
+
+
+def test_the_readme_says_where_lowtide_stands_the_rows_that_it_loses_included() -> None:
+    text = README.read_text(encoding="utf-8")
+    (head,) = re.findall(r"^\| MiB / ms \|.+$", text, re.MULTILINE)
+    assert head.count("bf16") >= 2
+    rows = re.findall(r"^\| (.+?) \|.*\d / .*\d.*\|$", text, re.MULTILINE)
+    wanted = ("eager", "`torch.compile`", "checkpointing", "chunked loss", "lowtide, lowest")
+    assert all(any(words in row for row in rows) for words in wanted), rows
+
+
+def test_the_readme_leads_to_every_page_but_those_of_single_methods() -> None:
+    linked = set(re.findall(r"\]\(docs/([^)#]+\.md)", README.read_text(encoding="utf-8")))
+    assert linked == {
+        name for name in NAMES if name != "index.md" and Path(name).parent.name != "methods"
+    } | {"methods/index.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=["README.md", *NAMES])
+def test_what_a_page_names_in_the_repository_is_there(page: Path) -> None:
+    """Relative links of every page, and benchmarks and their results, which pages of the site only name."""
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / link).exists(), link
+    for name in re.findall(r"`(benchmarks/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_files_to_read_first_are_there() -> None:
+    text = (DOCS / "source.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+    assert len(named) > 30
+    assert [name for name in named if not (SOURCE / name).exists()] == []
+
+
+@pytest.mark.usefixtures("scripts")
+def test_the_table_of_where_lowtide_stands_tells_the_rows_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stands = script("stands")
+    monkeypatch.setattr(stands, "BENCHMARKS", tmp_path / "benchmarks")
+    run = tmp_path / "benchmarks" / "any" / "standing-2026-01-02.json"
+    run.parent.mkdir(parents=True)
+    for name in (
+        run,
+        run.with_name("standing-2026-01-01.json"),
+        run.with_name("standing-2026-01-03-cpu.json"),
+    ):
+        name.touch()
+    row = {"subject": "tiny, bf16"}
+    rows = [
+        {**row, "label": "eager", "peak_bytes": 3000 << 20, "ms": 7.0},
+        {**row, "label": "lowtide, lowest", "peak_bytes": 2 << 20, "ms": 12.4},
+        {**row, "label": "own checkpointing", "error": "no", "failure": "InfeasibleBudget"},
+    ]
+    machine = {"device": "A GPU", "torch": "2.13", "date": "2026-01-02"}
+    found = stands.table({"rows": rows, "machine": machine})
+    assert "| MiB / ms | tiny, bf16 |\n|---|--:|\n| eager | 3,000 / **7** |\n" in found
+    assert "\n| lowtide, lowest | **2** / 12 |\n" in found
+    assert "\n| the library's own checkpointing | does not fit |\n" in found
+    assert "\n| `torch.compile` | – |\n" in found
+    assert "A GPU, torch 2.13, 2026-01-02" in found
+    assert "(benchmarks/any/standing-2026-01-02.md)" in found
+
+
+@pytest.mark.usefixtures("scripts")
+def test_the_names_of_the_ways_are_those_of_the_benchmark() -> None:
+    from standing_report import WAYS
+
+    assert set(script("stands").WAYS) == set(WAYS)
 
 
 # Quotations -------------------------------------------------------------------------------------------
@@ -352,7 +441,7 @@ def test_the_site_fetches_nothing_from_elsewhere(site: Site) -> None:
         r"""<(?:script|img|iframe)[^>]+src=["']?(?:https?:)?//|<link[^>]+href=["']?https?://|@import"""
     )
     pages = list(folder.rglob("*.html"))
-    assert len(pages) >= len(PAGES)
+    assert len(pages) >= len(SITE_PAGES)
     for page in pages:
         assert not outside.search(page.read_text(encoding="utf-8")), page
     for sheet in folder.rglob("*.css"):

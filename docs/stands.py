@@ -1,0 +1,69 @@
+"""The README's table of where lowtide stands, from the newest committed run of the standing benchmark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+# What the benchmark calls each way to train, and what the README does.
+WAYS: Mapping[str, str] = {
+    "eager": "eager",
+    "torch.compile": "`torch.compile`",
+    "torch.compile, budget 0.5": "`torch.compile`, its memory budget at 0.5",
+    "own checkpointing": "the library's own checkpointing",
+    "own checkpointing, chunked loss": "… with a chunked loss, as in Liger",
+    "torch.compile, own checkpointing, chunked loss": "… and `torch.compile`",
+    "lowtide, nothing recomputed": "lowtide, nothing recomputed",
+    "lowtide, within own checkpointing's peak": "lowtide, within that checkpointing's peak",
+    "lowtide, lowest": "lowtide, lowest",
+}
+FAILURES: Mapping[str, str] = {"InfeasibleBudget": "does not fit", "OutOfMemoryError": "out of memory"}
+
+
+def newest() -> Path:
+    """The newest run on a GPU."""
+    found = [path for path in BENCHMARKS.rglob("standing-*.json") if "cpu" not in path.stem]
+    return max(found, key=lambda path: path.stem)
+
+
+def table(document: Json) -> str:
+    """Peak and time of every way to train every model; the least of each column is bold."""
+    rows = document["rows"]
+    models = list(dict.fromkeys(row["subject"] for row in rows))
+    columns = [_column([row for row in rows if row["subject"] == model]) for model in models]
+    lines = [f"| MiB / ms | {' | '.join(models)} |", f"|---|{'--:|' * len(models)}"]
+    for way, words in WAYS.items():
+        lines.append(f"| {words} | {' | '.join(column.get(way, '–') for column in columns)} |")
+    return "\n".join([*lines, "", *_source(document["machine"])])
+
+
+def _column(rows: Sequence[Json]) -> dict[str, str]:
+    """The cells of one model."""
+    measured = [row for row in rows if "peak_bytes" in row]
+    least = {key: min(row[key] for row in measured) for key in ("peak_bytes", "ms")}
+    return {row["label"]: _cell(row, least) for row in rows}
+
+
+def _cell(row: Json, least: Mapping[str, float]) -> str:
+    if "error" in row:
+        return FAILURES.get(row["failure"], "failed")
+    figures = {"peak_bytes": f"{row['peak_bytes'] / 2**20:,.0f}", "ms": f"{row['ms']:,.0f}"}
+    return " / ".join(f"**{text}**" if row[key] == least[key] else text for key, text in figures.items())
+
+
+def _source(machine: Json) -> Iterator[str]:
+    path = newest().with_suffix(".md").relative_to(BENCHMARKS.parent)
+    yield (
+        f"One step: forward, loss, backward. {machine['device']}, torch {machine['torch']}, "
+        f"{machine['date']}; [every row, what the ways are, and the command]({path})."
+    )
+
+
+def filled() -> str:
+    """The table of the newest run."""
+    return table(json.loads(newest().read_text(encoding="utf-8")))

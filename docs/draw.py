@@ -15,13 +15,13 @@ import front
 from example import BUDGET, SIZES, WITHIN_A_BUDGET, Shown, shown, twelve_layers
 
 import lowtide
-from lowtide.expressions import exp, graph_of, var
-from lowtide.graph import Graph, Phase
-from lowtide.lesson import lesson_of
-from lowtide.report.drawing import draw_lesson
-from lowtide.report.plot import painted
-from lowtide.schedule import Schedule
-from lowtide.unrolling import unrolled_graph
+from lowtide.autodiff.expression import exp, graph_of, var
+from lowtide.chain.unroll import unrolled_graph
+from lowtide.ir.graph import Graph, Phase
+from lowtide.ir.schedule import Schedule
+from lowtide.lesson.lesson import lesson_of
+from lowtide.report.picture.drawing import draw_lesson
+from lowtide.report.picture.plot import painted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

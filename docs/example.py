@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import lowtide
-from lowtide.chain import Kind
-from lowtide.graph import Graph
-from lowtide.schedule import Schedule
-from lowtide.unrolling import unrolled_graph, unrolled_schedule
+from lowtide.chain.chain import Kind
+from lowtide.chain.unroll import unrolled_graph, unrolled_schedule
+from lowtide.ir.graph import Graph
+from lowtide.ir.schedule import Schedule
 
 SIZES = (4, 16, 16, 4, 24, 24, 6, 24, 24, 6, 16, 16, 1)  # MiB: the input, then the output of each layer
 BUDGET = "50%"

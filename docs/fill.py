@@ -31,25 +31,42 @@ _WIDTH = "80"  # of --help, as in most terminals
 _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Will it fit?": (
         "What a step will hold, predicted without running it, and what it really held.",
-        ("fitting", "batching", "reaching", "sampling", "tracing", "measurement", "savedvalues", "saving"),
+        (
+            "planner.fit",
+            "planner.batch",
+            "planner.batch_search",
+            "planner.batch_steps",
+            "trace.dry_run",
+            "cost.measure",
+            "trace.saved_report",
+            "trace.saved",
+        ),
     ),
     "Make it fit": (
         "Plan what to recompute, put the plan to work, take it off again, keep it in a file.",
-        ("planning", "applying", "comparing", "solution", "cutting"),
+        ("planner.api", "execute.apply", "planner.compare", "solvers.solution", "chain.cuts"),
     ),
     "Methods": (
         "Solve chains and graphs directly.",
-        ("solvers.registry", "solvers.frontier", "chain", "plans"),
+        ("solvers.registry", "solvers.frontier", "chain.chain", "chain.plan"),
     ),
     "Graphs and the referee": (
         "What a step is, the order in which it runs, and what that holds.",
-        ("capturing", "profiling", "graph", "validation", "schedule", "simulation"),
+        ("aot.capture", "cost.profile", "ir.graph", "ir.validate", "ir.schedule", "ir.simulate"),
     ),
     "Gradients, layouts and running them": (
         "Extend a graph by its backward, place its values in one arena, run it there.",
-        ("autodiff", "normalising", "sharing", "layout", "executor", "memories", "arena"),
+        (
+            "autodiff.reverse",
+            "arena.batch_norm",
+            "arena.tags",
+            "arena.layout",
+            "execute.executor",
+            "execute.memory",
+            "execute.arena_step",
+        ),
     ),
-    "Files and sizes": ("Save and load, read and write bytes.", ("files", "units")),
+    "Files and sizes": ("Save and load, read and write bytes.", ("solvers.files", "text.units")),
     "Errors": (
         "All are `LowtideError`; [Troubleshooting](troubleshooting.md) says what to do about each.",
         ("errors",),

@@ -11,9 +11,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lowtide
 from lowtide.report.plot import painted
 from lowtide.zoo.specs import load
+
+import lowtide
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

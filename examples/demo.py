@@ -23,10 +23,10 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import lowtide  # noqa: E402
-from lowtide.report.plot import draw, write_picture  # noqa: E402
-from lowtide.training import Example, Loss, training_step  # noqa: E402
+from lowtide.report.picture.plot import draw, write_picture  # noqa: E402
+from lowtide.trace.step import Example, Loss, training_step  # noqa: E402
 from lowtide.zoo import Sizes, workload  # noqa: E402
-from lowtide.zoo.specs import load  # noqa: E402
+from lowtide.zoo.sources.specs import load  # noqa: E402
 
 CARD = "24GiB"
 QUESTIONS = (("vgg19", 64), ("resnet50", 192), ("resnet50", 320), ("hf:gpt2", 8), ("hf:gpt2", 16))

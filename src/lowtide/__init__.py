@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 from lowtide._version import __version__
 
 if TYPE_CHECKING:
-    from lowtide.applying import apply, plans_of, remove
-    from lowtide.arena import ArenaReport, ArenaStep, in_arena
-    from lowtide.autodiff import Extended, forward_part, gradient
-    from lowtide.batching import LargestBatch, largest_batch
-    from lowtide.capturing import capture
-    from lowtide.chain import Chain
-    from lowtide.comparing import Comparison, compare
-    from lowtide.cutting import Granularity
+    from lowtide.aot.capture import capture
+    from lowtide.arena.batch_norm import normalise_from_output
+    from lowtide.arena.layout import Layout, lay_out
+    from lowtide.arena.tags import Sharing, share
+    from lowtide.autodiff.reverse import Extended, forward_part, gradient
+    from lowtide.chain.chain import Chain
+    from lowtide.chain.cuts import Granularity
+    from lowtide.chain.plan import Plan, Segment
+    from lowtide.cost.measure import Reading, measure
+    from lowtide.cost.profile import profile
     from lowtide.errors import (
         ArenaTooSmall,
         BadFile,
@@ -42,30 +44,28 @@ if TYPE_CHECKING:
         UnknownMethod,
         UnknownModel,
     )
-    from lowtide.executor import Executor, evaluate
-    from lowtide.files import load_graph, load_solution, save_graph, save_solution
-    from lowtide.fitting import Fit, fit
-    from lowtide.graph import Graph, Op, Origin, Phase, Role, Tensor, Value
-    from lowtide.layout import Layout, lay_out
-    from lowtide.measurement import Reading, measure
-    from lowtide.memories import Memory
-    from lowtide.normalising import normalise_from_output
-    from lowtide.planning import Rehearsal, optimize, plan
-    from lowtide.plans import Plan, Segment
-    from lowtide.profiling import profile
-    from lowtide.reaching import Reached
-    from lowtide.sampling import Batch
-    from lowtide.savedvalues import Saved
-    from lowtide.saving import saved
-    from lowtide.schedule import Compute, Free, Schedule, straight
-    from lowtide.sharing import Sharing, share
-    from lowtide.simulation import Allocator, Category, Timeline, simulate
-    from lowtide.solution import Confirmation, GraphSolution, Solution, Status
+    from lowtide.execute.apply import apply, plans_of, remove
+    from lowtide.execute.arena_step import ArenaReport, ArenaStep, in_arena
+    from lowtide.execute.executor import Executor, evaluate
+    from lowtide.execute.memory import Memory
+    from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, Tensor, Value
+    from lowtide.ir.schedule import Compute, Free, Schedule, straight
+    from lowtide.ir.simulate import Allocator, Category, Timeline, simulate
+    from lowtide.ir.validate import validate
+    from lowtide.planner.api import Rehearsal, optimize, plan
+    from lowtide.planner.batch import LargestBatch, largest_batch
+    from lowtide.planner.batch_search import Reached
+    from lowtide.planner.batch_steps import Batch
+    from lowtide.planner.compare import Comparison, compare
+    from lowtide.planner.fit import Fit, fit
+    from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
     from lowtide.solvers.frontier import frontier
     from lowtide.solvers.registry import methods, schedulers, solve
-    from lowtide.tracing import Trace, dry_run
-    from lowtide.units import format_bytes, parse_bytes
-    from lowtide.validation import validate
+    from lowtide.solvers.solution import Confirmation, GraphSolution, Solution, Status
+    from lowtide.text.units import format_bytes, parse_bytes
+    from lowtide.trace.dry_run import Trace, dry_run
+    from lowtide.trace.saved import saved
+    from lowtide.trace.saved_report import Saved
 
 __all__ = [
     "Allocator",
@@ -163,14 +163,14 @@ __all__ = [
 
 # Modules are named by nouns: a function called like its module would be hidden by it once imported.
 _NAMES_OF_MODULE = {
-    "applying": ("apply", "plans_of", "remove"),
-    "arena": ("ArenaReport", "ArenaStep", "in_arena"),
-    "autodiff": ("Extended", "forward_part", "gradient"),
-    "batching": ("LargestBatch", "largest_batch"),
-    "capturing": ("capture",),
-    "chain": ("Chain",),
-    "comparing": ("Comparison", "compare"),
-    "cutting": ("Granularity",),
+    "execute.apply": ("apply", "plans_of", "remove"),
+    "execute.arena_step": ("ArenaReport", "ArenaStep", "in_arena"),
+    "autodiff.reverse": ("Extended", "forward_part", "gradient"),
+    "planner.batch": ("LargestBatch", "largest_batch"),
+    "aot.capture": ("capture",),
+    "chain.chain": ("Chain",),
+    "planner.compare": ("Comparison", "compare"),
+    "chain.cuts": ("Granularity",),
     "errors": (
         "ArenaTooSmall",
         "BadFile",
@@ -193,30 +193,30 @@ _NAMES_OF_MODULE = {
         "UnknownMethod",
         "UnknownModel",
     ),
-    "executor": ("Executor", "evaluate"),
-    "files": ("load_graph", "load_solution", "save_graph", "save_solution"),
-    "fitting": ("Fit", "fit"),
-    "graph": ("Graph", "Op", "Origin", "Phase", "Role", "Tensor", "Value"),
-    "layout": ("Layout", "lay_out"),
-    "measurement": ("Reading", "measure"),
-    "memories": ("Memory",),
-    "normalising": ("normalise_from_output",),
-    "planning": ("Rehearsal", "optimize", "plan"),
-    "plans": ("Plan", "Segment"),
-    "profiling": ("profile",),
-    "reaching": ("Reached",),
-    "sampling": ("Batch",),
-    "savedvalues": ("Saved",),
-    "saving": ("saved",),
-    "schedule": ("Compute", "Free", "Schedule", "straight"),
-    "sharing": ("Sharing", "share"),
-    "simulation": ("Allocator", "Category", "Timeline", "simulate"),
-    "solution": ("Confirmation", "GraphSolution", "Solution", "Status"),
+    "execute.executor": ("Executor", "evaluate"),
+    "solvers.files": ("load_graph", "load_solution", "save_graph", "save_solution"),
+    "planner.fit": ("Fit", "fit"),
+    "ir.graph": ("Graph", "Op", "Origin", "Phase", "Role", "Tensor", "Value"),
+    "arena.layout": ("Layout", "lay_out"),
+    "cost.measure": ("Reading", "measure"),
+    "execute.memory": ("Memory",),
+    "arena.batch_norm": ("normalise_from_output",),
+    "planner.api": ("Rehearsal", "optimize", "plan"),
+    "chain.plan": ("Plan", "Segment"),
+    "cost.profile": ("profile",),
+    "planner.batch_search": ("Reached",),
+    "planner.batch_steps": ("Batch",),
+    "trace.saved_report": ("Saved",),
+    "trace.saved": ("saved",),
+    "ir.schedule": ("Compute", "Free", "Schedule", "straight"),
+    "arena.tags": ("Sharing", "share"),
+    "ir.simulate": ("Allocator", "Category", "Timeline", "simulate"),
+    "solvers.solution": ("Confirmation", "GraphSolution", "Solution", "Status"),
     "solvers.frontier": ("frontier",),
     "solvers.registry": ("methods", "schedulers", "solve"),
-    "tracing": ("Trace", "dry_run"),
-    "units": ("format_bytes", "parse_bytes"),
-    "validation": ("validate",),
+    "trace.dry_run": ("Trace", "dry_run"),
+    "text.units": ("format_bytes", "parse_bytes"),
+    "ir.validate": ("validate",),
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 

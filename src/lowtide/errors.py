@@ -105,7 +105,7 @@ class InfeasibleBudget(BadRequest):
         needed_by: str,
         advice: str = "Raise the budget to at least that, shrink the batch, or cut the model finer.",
     ) -> None:
-        from lowtide.units import format_bytes  # which raises errors from here
+        from lowtide.text.units import format_bytes  # which raises errors from here
 
         self.method = method
         self.budget_bytes = budget_bytes

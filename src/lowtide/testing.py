@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from lowtide._version import __version__
+from lowtide.cost.measure import measure
 from lowtide.errors import BadRequest
-from lowtide.fitting import Fit, empty_gradients, fit
-from lowtide.guarding import Baseline, Source, Verdict, judge, load_baseline, save_baseline
-from lowtide.identity import described_inputs
-from lowtide.measurement import measure
-from lowtide.training import Example, Loss, arguments, build_optimizer, training_step
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.execute.identity import described_inputs
+from lowtide.planner.baseline import Baseline, Source, Verdict, judge, load_baseline, save_baseline
+from lowtide.planner.fit import Fit, empty_gradients, fit
+from lowtide.text.units import format_bytes, parse_bytes
+from lowtide.trace.step import Example, Loss, arguments, build_optimizer, training_step
 
 _WRITE = "Write it once, with write_baseline=True, and put the file under version control."
 _MODULES_SHOWN = 5

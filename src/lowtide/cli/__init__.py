@@ -21,7 +21,7 @@ _INTERRUPTED = 130  # as shells say it; click's own 1 would read as "it does not
 
 
 class LazyGroup(click.Group):
-    """Commands that are modules of this package, each with its click command called `command`.
+    """Commands that are modules of `commands`, each with its click command called `command`.
 
     No module here imports torch before its command runs, so that help comes at once.
     """
@@ -34,7 +34,7 @@ class LazyGroup(click.Group):
         """The command of that name, if there is one."""
         if name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"lowtide.cli.{name}").command
+        command: click.Command = import_module(f"lowtide.cli.commands.{name}").command
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -11,8 +11,8 @@ from lowtide.cli.preparing import Asked, Cutting, Wanted, rehearsed
 from lowtide.cli.quiet import undisturbed
 
 if TYPE_CHECKING:
-    from lowtide.planning import Rehearsal
-    from lowtide.solution import Solution
+    from lowtide.planner.api import Rehearsal
+    from lowtide.solvers.solution import Solution
     from lowtide.zoo.setup import Setup
 
 
@@ -21,7 +21,7 @@ def answer_layers(
 ) -> None:
     """Plan which layers to recompute, try that out, and tell."""
     from lowtide.cli.progress import waiting
-    from lowtide.planning import refuse_op_level_requests
+    from lowtide.planner.api import refuse_op_level_requests
 
     refuse_op_level_requests(budget, accumulate)
     with undisturbed():
@@ -37,7 +37,7 @@ def answer_layers(
 
 
 def _picture(rehearsal: Rehearsal, solution: Solution, setup: Setup, kind: str) -> bytes:
-    from lowtide.report.plot import draw_plan
+    from lowtide.report.picture.plot import draw_plan
 
     return draw_plan(
         rehearsal.plain.timeline,
@@ -51,22 +51,22 @@ def _picture(rehearsal: Rehearsal, solution: Solution, setup: Setup, kind: str) 
 
 def title_of(rehearsal: Rehearsal, setup: Setup) -> str:
     """The step that was planned, in one line."""
-    from lowtide.report.terminal import asked
-    from lowtide.training import optimizer_name
+    from lowtide.report.text.terminal import asked
+    from lowtide.trace.step import optimizer_name
 
     return asked(setup.name, setup.sizes, optimizer_name(rehearsal.optimizer), rehearsal.plain.graph.device)
 
 
 def notes_of(rehearsal: Rehearsal, solution: Solution, setup: Setup) -> list[str]:
     """What to know about the figures of a step."""
-    from lowtide.report.planned import what_is_unknown
+    from lowtide.report.text.planned import what_is_unknown
 
     graph = rehearsal.plain.graph
     return [*what_is_unknown(solution.chain.timed, graph.profiled_on), *graph.notes, *setup.notes]
 
 
 def _answer(rehearsal: Rehearsal, solution: Solution, setup: Setup, as_json: bool) -> None:
-    from lowtide.report.planned import print_plan
+    from lowtide.report.text.planned import print_plan
 
     notes = notes_of(rehearsal, solution, setup)
     if as_json:
@@ -78,8 +78,8 @@ def _answer(rehearsal: Rehearsal, solution: Solution, setup: Setup, as_json: boo
 def _document(rehearsal: Rehearsal, solution: Solution, setup: Setup) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from lowtide.report.planned import proof
-    from lowtide.report.stretches import stretches
+    from lowtide.report.content.stretches import stretches
+    from lowtide.report.text.planned import proof
 
     tried = solution.confirmation
     assert tried is not None, "a rehearsal confirms what it solves"

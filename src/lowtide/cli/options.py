@@ -10,11 +10,11 @@ from typing import Any
 import click
 
 from lowtide.errors import BadRequest
-from lowtide.units import parse_budget, parse_bytes
+from lowtide.text.units import parse_budget, parse_bytes
 
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.training, which would import torch
-GRANULARITIES = ("fine", "layer", "block")  # those of lowtide.cutting, which would import numpy
-LOWEST = "min"  # that of lowtide.solvers.graphs, which would import numpy
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.trace.step, which would import torch
+GRANULARITIES = ("fine", "layer", "block")  # those of lowtide.chain.cuts, which would import numpy
+LOWEST = "min"  # that of lowtide.solvers.refereed, which would import numpy
 _SIZES = {
     "vocab": "Words in the vocabulary.",
     "heads": "Attention heads.",

@@ -12,9 +12,9 @@ from lowtide.cli.preparing import Asked, Cutting, Wanted, default_device
 from lowtide.cli.quiet import undisturbed
 
 if TYPE_CHECKING:
-    from lowtide.budgeting import StepBudget
     from lowtide.cli.progress import Stages
-    from lowtide.solution import GraphSolution
+    from lowtide.planner.ops import StepBudget
+    from lowtide.solvers.solution import GraphSolution
     from lowtide.zoo.setup import Setup
 
 
@@ -23,8 +23,8 @@ def answer_ops(
 ) -> None:
     """Plan which ops to recompute within a budget, and tell."""
     from lowtide.cli.progress import stages
-    from lowtide.planning import refuse_cutting
-    from lowtide.report.scheduled import print_schedule
+    from lowtide.planner.api import refuse_cutting
+    from lowtide.report.text.scheduled import print_schedule
 
     refuse_cutting(cutting.granularity, cutting.modules or None)
     with undisturbed(), stages() as stage:
@@ -46,8 +46,8 @@ def answer_frontier(
 ) -> None:
     """Plan within many budgets, from the plain step to the lowest peak, and tell."""
     from lowtide.cli.progress import stages
-    from lowtide.planning import refuse_cutting
-    from lowtide.report.frontier import frontier_picture, print_frontier
+    from lowtide.planner.api import refuse_cutting
+    from lowtide.report.picture.frontier import frontier_picture, print_frontier
     from lowtide.solvers.frontier import frontier
 
     refuse_cutting(cutting.granularity, cutting.modules or None)
@@ -70,7 +70,7 @@ def answer_frontier(
 
 def captured(asked: Asked, setup: Setup, accumulate: int, stage: Stages) -> StepBudget:
     """The step, traced, captured and profiled."""
-    from lowtide.budgeting import StepBudget
+    from lowtide.planner.ops import StepBudget
 
     step = StepBudget(
         setup.model,
@@ -94,7 +94,7 @@ def captured(asked: Asked, setup: Setup, accumulate: int, stage: Stages) -> Step
 
 
 def _picture(step: StepBudget, solution: GraphSolution, setup: Setup, kind: str) -> bytes:
-    from lowtide.report.plot import draw_plan
+    from lowtide.report.picture.plot import draw_plan
 
     return draw_plan(
         step.plain.timeline,
@@ -108,15 +108,15 @@ def _picture(step: StepBudget, solution: GraphSolution, setup: Setup, kind: str)
 
 def title_of(step: StepBudget, setup: Setup) -> str:
     """The step that was planned, in one line."""
-    from lowtide.report.terminal import asked
-    from lowtide.training import optimizer_name
+    from lowtide.report.text.terminal import asked
+    from lowtide.trace.step import optimizer_name
 
     return asked(setup.name, setup.sizes, optimizer_name(step.optimizer), step.graph.device)
 
 
 def notes_of(step: StepBudget, setup: Setup) -> list[str]:
     """What to know about the figures of a step."""
-    from lowtide.report.planned import what_is_unknown
+    from lowtide.report.text.planned import what_is_unknown
 
     timed = any(op.seconds for op in step.graph.ops)
     seen = dict.fromkeys([*step.plain.graph.notes, *step.graph.notes])
@@ -130,7 +130,7 @@ def notes_of(step: StepBudget, setup: Setup) -> list[str]:
 
 def _captured_otherwise(step: StepBudget, found: Sequence[GraphSolution]) -> list[str]:
     """What to know where the captured step, with everything kept, peaks elsewhere than the written one."""
-    from lowtide.units import format_bytes
+    from lowtide.text.units import format_bytes
 
     kept_bytes, written_bytes = found[0].peak_bytes, step.plain_peak_bytes
     if kept_bytes == written_bytes or step.accumulate > 1:  # which the written one knows nothing of
@@ -161,7 +161,7 @@ def _about(step: StepBudget, setup: Setup) -> dict[str, Any]:
 def _plan_to_json(solution: GraphSolution) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from lowtide.explaining import shares
+    from lowtide.solvers.summary import shares
 
     plain_bytes = solution.plain_peak_bytes
     assert plain_bytes is not None, "a step's budget tells what it holds without a plan"

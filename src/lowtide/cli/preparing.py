@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from lowtide.errors import BadRequest
 
 if TYPE_CHECKING:
-    from lowtide.fitting import Fit
-    from lowtide.planning import Rehearsal
-    from lowtide.solution import GraphSolution, Solution
+    from lowtide.planner.api import Rehearsal
+    from lowtide.planner.fit import Fit
+    from lowtide.solvers.solution import GraphSolution, Solution
     from lowtide.zoo.setup import Setup
 
 _FRONTIERS = "auto"  # what plans a frontier unless told otherwise
@@ -56,8 +56,8 @@ class Wanted:
 
     def write(self, solution: Solution | GraphSolution | None, picture: bytes | None) -> None:
         """Write what was asked for, once all of it exists."""
-        from lowtide.files import save_solution
-        from lowtide.report.plot import write_picture
+        from lowtide.report.picture.plot import write_picture
+        from lowtide.solvers.files import save_solution
 
         if self.output is not None and solution is not None:
             save_solution(solution, self.output)
@@ -67,7 +67,7 @@ class Wanted:
 
 def check_can_draw(plot: Path | None) -> None:
     """Raise MissingExtra if a picture is wanted that cannot be drawn."""
-    from lowtide.report.plot import require_matplotlib
+    from lowtide.report.picture.plot import require_matplotlib
 
     if plot is not None:
         require_matplotlib()
@@ -100,7 +100,7 @@ def default_device() -> str:
 
 def load_model(model: str, sizes: Mapping[str, int | None], device: str = "meta") -> Setup:
     """The model that the user named, with the sizes that were given."""
-    from lowtide.zoo.specs import load
+    from lowtide.zoo.sources.specs import load
 
     return load(model, {key: value for key, value in sizes.items() if value is not None}, device)
 
@@ -108,7 +108,7 @@ def load_model(model: str, sizes: Mapping[str, int | None], device: str = "meta"
 def rehearsed(setup: Setup, *, optimizer: str | None, device: str | None, profile: bool) -> Rehearsal:
     """A rehearsal whose plain step has been traced; on a terminal that is shown."""
     from lowtide.cli.progress import stages
-    from lowtide.planning import Rehearsal
+    from lowtide.planner.api import Rehearsal
 
     with stages() as stage:
         stage.begin("running the step on fake tensors")
@@ -129,7 +129,7 @@ def rehearsed(setup: Setup, *, optimizer: str | None, device: str | None, profil
 def predicted(asked: Asked, budget: int | None = None) -> tuple[Setup, Fit]:
     """What was asked for, built and predicted; on a terminal that is shown."""
     from lowtide.cli.progress import stages
-    from lowtide.fitting import fit
+    from lowtide.planner.fit import fit
 
     with stages() as stage:
         stage.begin("building the model")

@@ -19,9 +19,9 @@ from lowtide.cli.quiet import undisturbed
 
 if TYPE_CHECKING:
     from lowtide.cli.progress import Stages
-    from lowtide.report.contents import Contents
-    from lowtide.solution import GraphSolution
-    from lowtide.tracing import Trace
+    from lowtide.report.content.contents import Contents
+    from lowtide.solvers.solution import GraphSolution
+    from lowtide.trace.dry_run import Trace
     from lowtide.zoo.setup import Setup
 
 _PAGE = "html"
@@ -54,10 +54,10 @@ class Extent:
 
 def written(contents: Contents, extent: Extent, path: Path) -> None:
     """Write the report, all of it or nothing."""
-    from lowtide.documents import write_bytes
+    from lowtide.report.export.perfetto import perfetto_text
+    from lowtide.report.export.snapshot import snapshot_bytes
     from lowtide.report.page import page
-    from lowtide.report.perfetto import perfetto_text
-    from lowtide.report.snapshot import snapshot_bytes
+    from lowtide.text.documents import write_bytes
 
     if extent.format == _PAGE:
         made = page(contents).encode()
@@ -71,9 +71,9 @@ def written(contents: Contents, extent: Extent, path: Path) -> None:
 def contents_of_file(source: str, extent: Extent) -> Contents:
     """A report on a saved plan. What the file does not hold is said to be absent."""
     from lowtide.cli.progress import stages
-    from lowtide.files import load_solution
-    from lowtide.report.contents import of_layers, of_ops
-    from lowtide.solution import GraphSolution
+    from lowtide.report.content.contents import of_layers, of_ops
+    from lowtide.solvers.files import load_solution
+    from lowtide.solvers.solution import GraphSolution
 
     solution = load_solution(source)
     with stages() as stage:
@@ -120,9 +120,9 @@ def _planned_ops(
 ) -> tuple[Contents, Trace]:
     from lowtide.cli.opwise import captured, notes_of, title_of
     from lowtide.cli.progress import stages
-    from lowtide.planning import refuse_cutting
-    from lowtide.report.contents import of_ops
-    from lowtide.report.curve import Curve
+    from lowtide.planner.api import refuse_cutting
+    from lowtide.report.content.contents import of_ops
+    from lowtide.report.content.curve import Curve
 
     refuse_cutting(cutting.granularity, cutting.modules or None)
     with stages() as stage:
@@ -147,9 +147,9 @@ def _planned_layers(
     extent: Extent,
 ) -> tuple[Contents, Trace]:
     from lowtide.cli.layerwise import notes_of, title_of
-    from lowtide.planning import refuse_op_level_requests
-    from lowtide.report.contents import of_layers
-    from lowtide.report.curve import Curve
+    from lowtide.planner.api import refuse_op_level_requests
+    from lowtide.report.content.contents import of_layers
+    from lowtide.report.content.curve import Curve
 
     refuse_op_level_requests(budget, accumulate)
     rehearsal = rehearsed(setup, optimizer=asked.optimizer, device=asked.device, profile=asked.profile)
@@ -164,8 +164,8 @@ def _planned_layers(
 
 
 def _measured(contents: Contents, asked: Asked, setup: Setup, plain: Trace) -> Contents:
-    from lowtide.report.contents import with_readings
-    from lowtide.trying import RealStep
+    from lowtide.planner.real_step import RealStep
+    from lowtide.report.content.contents import with_readings
 
     assert asked.device is not None, "where to measure was settled before"
     step = RealStep(setup.model, setup.example, setup.loss, asked.optimizer, asked.device, plain)

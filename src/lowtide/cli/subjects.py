@@ -12,7 +12,7 @@ from lowtide.errors import BadRequest
 
 if TYPE_CHECKING:
     from lowtide.cli.progress import Stages
-    from lowtide.graph import Graph
+    from lowtide.ir.graph import Graph
     from lowtide.zoo.setup import Setup
 
 _TWO_LAYERS = "mlp"
@@ -77,8 +77,8 @@ def is_expression(text: str) -> bool:
 
 
 def _expression(wishes: Wishes) -> Subject:
-    from lowtide.expressions import graph_of
-    from lowtide.parsing import parse
+    from lowtide.autodiff.expression import graph_of
+    from lowtide.autodiff.parse import parse
 
     if wishes.sizes:
         raise BadRequest(
@@ -93,7 +93,7 @@ def _expression(wishes: Wishes) -> Subject:
 
 
 def _two_layers(wishes: Wishes) -> Subject:
-    from lowtide.classics import two_layer_mlp
+    from lowtide.lesson.networks import two_layer_mlp
     from lowtide.zoo.setup import refuse_strays
 
     refuse_strays(_TWO_LAYERS, wishes.sizes, ("batch", "width", "classes"))
@@ -107,11 +107,11 @@ def _two_layers(wishes: Wishes) -> Subject:
 
 
 def _model(wishes: Wishes, stage: Stages) -> Subject:
-    from lowtide.autodiff import forward_part
-    from lowtide.capturing import capture
-    from lowtide.excerpts import first_layers
-    from lowtide.phrasing import distinctly_named
-    from lowtide.report.terminal import asked
+    from lowtide.aot.capture import capture
+    from lowtide.autodiff.reverse import forward_part
+    from lowtide.lesson.excerpts import first_layers
+    from lowtide.lesson.phrasing import distinctly_named
+    from lowtide.report.text.terminal import asked
 
     setup, count = _loaded(wishes)
     if count is None and wishes.wrt is not None:
@@ -160,7 +160,7 @@ def _may_have_layers(model: str) -> bool:
 
 def _extended(graph: Graph, outputs: tuple[int, ...], wishes: Wishes) -> tuple[Graph, tuple[str, ...]]:
     """The graph with its backward, if that is wanted, and what to know about that."""
-    from lowtide.excerpts import differentiable, extended
+    from lowtide.lesson.excerpts import differentiable, extended
 
     if not wishes.backward:
         if wishes.wrt is not None:

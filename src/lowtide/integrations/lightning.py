@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
-from lowtide.applying import plans_of, remove
 from lowtide.errors import BadRequest, MissingExtra
+from lowtide.execute.apply import plans_of, remove
 from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
 from lowtide.integrations.waiting import bar_while_planning
-from lowtide.solution import GraphSolution, Solution
 from lowtide.solvers import is_scheduler
 from lowtide.solvers.method import Scheduler
-from lowtide.training import Loss
+from lowtide.solvers.solution import GraphSolution, Solution
+from lowtide.trace.step import Loss
 
 try:
     from lightning.pytorch import Callback

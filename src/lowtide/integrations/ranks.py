@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.distributed import Replicated
 from lowtide.distributed import optimize as optimize_on_all_ranks
-from lowtide.planning import optimize
+from lowtide.planner.api import optimize
 
 
 def replicated_by(wrapper: nn.Module | None) -> Replicated | None:

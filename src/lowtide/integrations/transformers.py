@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.applying import plans_of, remove
 from lowtide.distributed import Replicated
 from lowtide.errors import BadRequest, MissingExtra
+from lowtide.execute.apply import plans_of, remove
 from lowtide.integrations.ranks import optimize_where_it_trains
 from lowtide.integrations.waiting import bar_while_planning
-from lowtide.solution import GraphSolution, Solution
 from lowtide.solvers.method import Method, Scheduler
-from lowtide.training import Loss
+from lowtide.solvers.solution import GraphSolution, Solution
+from lowtide.trace.step import Loss
 
 try:
     from transformers import TrainerCallback

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from lowtide.errors import BadRequest
-from lowtide.graph import Graph
-from lowtide.schedule import straight
-from lowtide.simulation import simulate
-from lowtide.solution import GraphSolution
-from lowtide.solvers.graphs import LOWEST
+from lowtide.ir.graph import Graph
+from lowtide.ir.schedule import straight
+from lowtide.ir.simulate import simulate
+from lowtide.solvers.refereed import LOWEST
 from lowtide.solvers.registry import solve
+from lowtide.solvers.solution import GraphSolution
 
 
 def frontier(graph: Graph, points: int = 12, method: str = "auto") -> tuple[GraphSolution, ...]:

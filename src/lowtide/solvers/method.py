@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from lowtide.chain import Chain
-from lowtide.graph import Graph
-from lowtide.solution import Answer, GraphAnswer, ScheduleAnswer
+from lowtide.chain.chain import Chain
+from lowtide.ir.graph import Graph
+from lowtide.solvers.solution import Answer, GraphAnswer, ScheduleAnswer
 
 
 class About(ABC):

@@ -7,26 +7,26 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TypeGuard, overload
 
-from lowtide.chain import Chain
+from lowtide.chain.chain import Chain
+from lowtide.chain.plan import Plan
+from lowtide.chain.unroll import replay
 from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
-from lowtide.graph import Graph
-from lowtide.plans import Plan
-from lowtide.simulation import Timeline
-from lowtide.solution import GraphSolution, Solution
-from lowtide.solvers.auto import Auto
-from lowtide.solvers.baselines import EveryK, KeepAll
-from lowtide.solvers.chen import ChenGreedy, ChenRecursive, ChenSqrt
-from lowtide.solvers.evict import Evict
-from lowtide.solvers.exact import Exact
-from lowtide.solvers.exhaustive import Exhaustive
-from lowtide.solvers.feng_huang import FengHuang
-from lowtide.solvers.graphs import SolverMistake, solve_graph
-from lowtide.solvers.hong import HongCubic, HongLinear, HongQuadratic
+from lowtide.ir.graph import Graph
+from lowtide.ir.simulate import Timeline
+from lowtide.solvers.chains.baselines import EveryK, KeepAll
+from lowtide.solvers.chains.chen import ChenGreedy, ChenRecursive, ChenSqrt
+from lowtide.solvers.chains.exhaustive import Exhaustive
+from lowtide.solvers.chains.feng_huang import FengHuang
+from lowtide.solvers.chains.hong import HongCubic, HongLinear, HongQuadratic
+from lowtide.solvers.chains.rotor import Rotor
+from lowtide.solvers.chains.selective import Selective
 from lowtide.solvers.method import About, GraphMethod, Method, Scheduler
-from lowtide.solvers.rotor import Rotor
-from lowtide.solvers.selective import Selective
-from lowtide.units import parse_budget
-from lowtide.unrolling import replay
+from lowtide.solvers.ops.auto import Auto
+from lowtide.solvers.ops.evict import Evict
+from lowtide.solvers.ops.exact import Exact
+from lowtide.solvers.refereed import SolverMistake, solve_graph
+from lowtide.solvers.solution import GraphSolution, Solution
+from lowtide.text.units import parse_budget
 
 _METHODS: tuple[type[Method], ...] = (
     KeepAll,

@@ -16,12 +16,12 @@ from importlib.resources import files
 from importlib.util import find_spec
 from string import Template
 
-from lowtide.documents import Json
 from lowtide.errors import MissingExtra
-from lowtide.explaining import Fact
-from lowtide.report.contents import ARENA, FRONTIER, Contents
+from lowtide.report.content.contents import ARENA, FRONTIER, Contents
 from lowtide.report.page.embedding import embedded
-from lowtide.units import format_bytes
+from lowtide.solvers.summary import Fact
+from lowtide.text.documents import Json
+from lowtide.text.units import format_bytes
 
 _LARGE = ("plain peak", "planned peak", "saved", "extra time")  # what is read first
 _COUNTED = (

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from lowtide.alive import Life
-from lowtide.documents import Json
-from lowtide.graph import Phase
-from lowtide.layout import Layout
-from lowtide.lifetimes import Birth
-from lowtide.report.contents import Contents, Measured
-from lowtide.report.curve import Curve
-from lowtide.report.plot import COLOURS, coarse
-from lowtide.report.strip import Piece
-from lowtide.simulation import CATEGORIES, Category
-from lowtide.solution import GraphSolution
+from lowtide.arena.buffers import Birth
+from lowtide.arena.layout import Layout
+from lowtide.ir.graph import Phase
+from lowtide.ir.lives import Life
+from lowtide.ir.simulate import CATEGORIES, Category
+from lowtide.report.content.contents import Contents, Measured
+from lowtide.report.content.curve import Curve
+from lowtide.report.content.strip import Piece
+from lowtide.report.picture.plot import COLOURS, coarse
+from lowtide.solvers.solution import GraphSolution
+from lowtide.text.documents import Json
 
 _PHASES = tuple(Phase)
 _ON_DARK = {Category.BUFFERS: "#C4C4C4"}  # black would not be seen

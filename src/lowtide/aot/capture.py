@@ -1,0 +1,337 @@
+"""The capture: forward and backward of a model as graphs that may be rearranged.
+
+Dynamo and AOTAutograd turn the step into graphs. These are not compiled but run, on fake tensors and op by
+op, by the real autograd engine; a dispatch mode writes down what runs. So what flows from one graph into
+the next, in either direction, is known by its storage, and what runs between graphs is seen as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections, dynamo
+from lowtide.cost.cuda_rules import cuda_rules
+from lowtide.errors import BadRequest, CannotCapture, LowtideError
+from lowtide.ir.graph import Graph, Op, Origin, Phase, Role
+from lowtide.trace.fakes import Resident, Twins, faked, stage
+from lowtide.trace.graph_builder import GraphBuilder
+from lowtide.trace.inputs import criteria, over, replaced
+from lowtide.trace.recorder import Recorder, Spot
+from lowtide.trace.step import NOTHING_TO_TRAIN, Example, carried_loss
+from lowtide.trace.user_lines import current_line, described, is_users, line_of
+
+aten = torch.ops.aten
+_WRITES = (aten.copy_.default, aten.add_.Tensor)  # how captured graphs update buffers
+Loss = Callable[[Any], torch.Tensor]
+_Run = Callable[[Any, nn.Module, Loss | None, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
+
+
+def capture(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None = None,
+    *,
+    device: str | torch.device | None = None,
+    name: str | None = None,
+) -> Graph:
+    """Capture the forward and backward of `model` as one graph, without computing anything.
+
+    `example` is a tuple of arguments, a dict of keyword arguments or a single tensor. `loss` makes one
+    number of the model's output. Without it the output must be that number, or carry it as `.loss`,
+    as `["loss"]` or as its first element; failing that, the gradients of the outputs are taken to be
+    given, and are resident. Neither `.grad` nor the optimizer plays a part: the graph is of a first step.
+
+    The straight schedule of the graph holds what running the captured graphs holds that keep everything,
+    except for workspaces, which a profile adds. (Before torch 2.13 the engine also holds what enters the
+    backward of a section until that is over.)
+
+    Where Dynamo breaks the step into several graphs, ops say in `section` which one is theirs. What runs
+    between them is written down too, with section -1: it is part of the step but cannot be rearranged.
+    `graph.notes` name the user's lines where that happens.
+
+    Where the path taken depends on whole numbers of a real example (lengths, masks, labels), it is the path
+    for this example, and the notes say so. On other numbers it cannot depend.
+
+    Model and example may be real, or on the meta device; they are left as they were, also after an error.
+    Dynamo's caches are emptied: functions compiled before will be compiled again when next called.
+
+    Raises:
+        CannotCapture: the path taken depends on numbers that are not known, or the model, Dynamo or
+            AOTAutograd fails; the message names the user's line.
+        BadRequest: nothing in the output depends on a parameter that requires gradients.
+    """
+    graph = _capture(model, example, loss, device, name, _step_in_one)
+    return replace(graph, assumptions=())  # what was found is for another capture to assume
+
+
+def capture_forward(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None = None,
+    *,
+    device: str | torch.device | None = None,
+    name: str | None = None,
+    assumptions: Collection[str] = (),
+) -> Graph:
+    """Like `capture`, with nothing but the model's forward handed to Dynamo, as when a plan is applied.
+
+    What the model's own hooks do, and the loss, runs eagerly, and is written down as such. `assumptions`
+    are those of a dry run of the same step.
+    """
+    taken = tuple(assumptions)
+    graph = _capture(model, example, loss, device, name, _step_around_forward, taken)
+    if graph.assumptions:  # what this capture found out
+        taken = (*taken, *graph.assumptions)
+        graph = _capture(model, example, loss, device, name, _step_around_forward, taken)
+    return replace(graph, assumptions=taken)
+
+
+def _capture(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None,
+    device: str | torch.device | None,
+    name: str | None,
+    run: _Run,
+    assumptions: Collection[str] = (),
+) -> Graph:
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        builder, twins = stage([model], device, name or type(model).__name__, Origin.JOINT)
+        recorder = _GraphRecorder(builder, twins, model, assumptions)
+        with (
+            dynamo(assumptions),
+            faked(twins, [model, *criteria(loss, model)], None),
+            over(recorder.batch, loss) as loss_of_fakes,
+            cuda_rules() if builder.relabel else nullcontext(),
+        ):
+            args, kwargs = replaced(recorder.batch, model, example)
+            with twins.mode, recorder:
+                return _recorded(recorder, model, loss_of_fakes, args, kwargs, run)
+
+
+def _recorded(
+    recorder: _GraphRecorder,
+    model: nn.Module,
+    loss: Loss | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: _Run,
+) -> Graph:
+    """Run the step and return its graph. The output is referenced to the end, as in a training loop."""
+    with _explained():
+        output, kept = run(recorder.sections.backend, model, loss, args, kwargs)
+    roots = _roots(output, loss)
+    tangents = recorder.tangents(roots)
+    with _explained():
+        torch.autograd.backward(roots, tangents)
+    graph = recorder.finish(roots)
+    del kept
+    return graph
+
+
+def _step_in_one(
+    backend: Any, model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Forward and loss, compiled together: what they return, and what a training loop would hold on to."""
+    output = torch.compile(_captured_step, backend=backend, dynamic=False)(model, loss, args, kwargs)
+    return output, None
+
+
+def _step_around_forward(
+    backend: Any, model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The forward compiled, the loss not; the model's output is held on to beside the loss."""
+    forward = torch.compile(type(model).forward, backend=backend, dynamic=False)
+    own = model.__dict__.get("forward")
+    if own is not None:
+        forward = torch.compile(own, backend=backend, dynamic=False)
+    with patch.dict(model.__dict__, forward=forward if own is not None else partial(forward, model)):
+        output = model(*args, **kwargs)
+    return (output, None) if loss is None else (loss(output), output)
+
+
+def _captured_step(model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    output = model(*args, **kwargs)
+    return output if loss is None else loss(output)
+
+
+class _GraphRecorder(Recorder):
+    """Writes down what the captured graphs do, and what runs between them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, builder: GraphBuilder, twins: Twins, model: nn.Module, assumptions: Collection[str]
+    ) -> None:
+        super().__init__(builder, twins)
+        modules = Modules(model)
+        self.sections = Sections(modules, assumptions, self._is_zero)
+        self._eagerly = Eagerly(model, modules)
+        self._leaves: list[Resident] = []  # what may get a gradient
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo steps aside for other modes than those of PyTorch's own machinery."""
+        return True
+
+    # Ops ----------------------------------------------------------------------------------------------
+
+    def spot(self, func: Any, args: tuple[Any, ...]) -> Spot:
+        spot = self.sections.here or self._outside()
+        owner = self._owner_of_buffer(func, args)
+        return replace(spot, module=owner) if owner else spot
+
+    def _outside(self) -> Spot:
+        phase = self._eagerly.phase()
+        return Spot(phase, *self._eagerly.place(phase), OUTSIDE, engine=phase is Phase.BACKWARD)
+
+    def _owner_of_buffer(self, func: Any, args: tuple[Any, ...]) -> str:
+        """The module whose buffer an op overwrites: AOTAutograd moves such updates to the end."""
+        value = self.builder.value_of(args[0]) if func in _WRITES else None
+        found = None if value is None else self.builder.values[value]
+        return found.module if found is not None and found.role is Role.BUFFER else ""
+
+    def recorded(self, op: Op, spot: Spot) -> None:
+        if spot.section == OUTSIDE and spot.phase is Phase.FORWARD:
+            self.sections.notes[f"not captured, runs eagerly: {current_line()}"] = None
+
+    def unknown(self, func: Any, args: tuple[Any, ...], shape: bool) -> Any:
+        raise CannotCapture(
+            f"the step depends on a number that only exists when it runs: {current_line()}. "
+            "Choose with torch.where, or decide outside of the model. "
+            "lowtide.dry_run can follow steps that cannot be captured."
+        )
+
+    def decided(self, numbers: Any) -> Any:
+        self.sections.notes[f"decided by the numbers in the example: {current_line()}"] = None
+        return numbers
+
+    def _is_zero(self, tensor: torch.Tensor) -> bool:
+        """Whether autograd made a tensor in place of a gradient that there is none of."""
+        value = self.builder.value_of(tensor)
+        maker = next((op for op in reversed(self.builder.ops) if value in op.creates), None)
+        return maker is not None and maker.section == OUTSIDE and maker.target.startswith("aten.zeros")
+
+    # Tensors that were there before -------------------------------------------------------------------
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad and self.twins.known(tensor) is None:
+            raise CannotCapture(
+                f"a tensor of shape {tuple(tensor.shape)} that requires gradients takes part in the step but "
+                "belongs neither to the model nor to the loss. Make it a parameter of the model."
+            )
+        return self.twins.of(tensor, Role.BATCH, f"constant {tuple(tensor.shape)}")
+
+    def batch(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """A fake in place of a tensor that the step is given."""
+        twin = self.twins.of(tensor, Role.BATCH, name)
+        self.shadows.remember(twin, tensor)
+        return twin.requires_grad_(tensor.requires_grad)
+
+    def tangents(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of `roots`, which are there before the step begins."""
+        found = []
+        for position, root in enumerate(roots):
+            with _disable_current_modes(), self.twins.mode:
+                found.append(torch.empty_like(root, requires_grad=False))
+            name = "gradient of the loss" if root.numel() == 1 else f"gradient of output {position}"
+            self.add_resident(Resident(found[-1], Role.BATCH, name, ""))
+        return found
+
+    def resident(self, found: Resident) -> None:
+        if found.role is Role.GRADIENT:  # of an earlier step
+            return
+        found.fake.grad = None
+        self.add_resident(found)
+        if found.fake.requires_grad:
+            self._leaves.append(found)
+            self._eagerly.own({id(found.fake): found.module})
+
+    # The graph ----------------------------------------------------------------------------------------
+
+    def finish(self, roots: Sequence[torch.Tensor]) -> Graph:
+        """The graph of the step, which has just ended: whatever is alive now outlives it."""
+        self.sections.note_breaks()
+        if not self.sections.count:
+            why = "; ".join(self.sections.notes) or "is it disabled (TORCH_COMPILE_DISABLE)?"
+            raise CannotCapture(f"Dynamo captured nothing: {why}")
+        for position, root in enumerate(roots):
+            self.builder.add_result("loss" if root.numel() == 1 else f"output {position}", root)
+        for leaf in self._leaves:
+            if leaf.fake.grad is not None:
+                self.builder.add_result(f"{leaf.name}.grad", leaf.fake.grad)
+            gradient = None if leaf.fake.grad is None else self.builder.value_of(leaf.fake.grad)
+            if gradient is not None and self.builder.values[gradient].role is Role.INTERMEDIATE:
+                self.builder.set_role(gradient, Role.GRADIENT, f"{leaf.name}.grad", leaf.module)
+        self.builder.notes.update(self.sections.notes)
+        graph = self.builder.finish(value for _, value in self.alive())
+        return replace(graph, assumptions=tuple(self.sections.found_gradientless()))
+
+
+# Outputs ----------------------------------------------------------------------------------------------
+
+
+def _roots(output: Any, loss: Loss | None) -> list[torch.Tensor]:
+    """Where the backward begins: at the loss if there is one, else at everything differentiable."""
+    if loss is not None and not (isinstance(output, torch.Tensor) and output.numel() == 1):
+        raise BadRequest(f"the loss must return a tensor of one number, not {_brief(output)}")
+    number = carried_loss(output)
+    roots = _tensors_of(output) if number is None else [number]
+    roots = [tensor for tensor in roots if tensor.requires_grad]
+    if not roots:
+        raise BadRequest(f"the {'output' if loss is None else 'loss'} {NOTHING_TO_TRAIN}")
+    return roots
+
+
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    if dataclasses.is_dataclass(output):
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _brief(thing: Any) -> str:
+    return f"one of shape {tuple(thing.shape)}" if isinstance(thing, torch.Tensor) else type(thing).__name__
+
+
+# Errors -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Whatever goes wrong while the model runs becomes an error that names the user's line."""
+    try:
+        yield
+    except LowtideError:
+        raise
+    except Exception as error:  # the model and the loss are the user's code and may raise anything
+        raise CannotCapture(f"the step fails at {_line(error)}: {_message(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    """Where in the user's code it went wrong. Dynamo reads the code instead of running it, and keeps note."""
+    stack = [frame for frame in getattr(error, "real_stack", None) or () if is_users(frame.filename)]
+    return described(stack[-1]) if stack else line_of(error)
+
+
+def _message(error: BaseException) -> str:
+    """What went wrong, without Dynamo's advice around it."""
+    text = str(error)
+    original = re.search(r"""got (\w+)\((['"])(.+?)\2\)""", text)
+    if original is not None:
+        return f"{original[1]}: {original[3]}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    explanation = [line for line in lines if line.startswith("Explanation: ")]
+    return " ".join([f"{type(error).__name__}:", *lines[:1], *explanation[:1]])

@@ -1,0 +1,337 @@
+"""A schedule, written out as code: the forward and backward of one captured graph as it plans them.
+
+    halves    forward and backward as AOTAutograd cuts them apart, nothing recomputed
+    schedule  the whole step's; this graph's ops are those of its section
+    planned   the same halves with ops where the schedule computes them, and again where it does so again
+
+The generated code drops every tensor after its last use, and takes what it is given from a list that it
+empties, so values die where the schedule frees them. Views are no ops: they are made where they are
+needed, from the value that they look at, and are never saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+from lowtide.aot.eager_kernels import is_drawn_with, without_updates
+from lowtide.errors import CannotApply
+from lowtide.ir.graph import Graph, Op, Phase
+from lowtide.ir.schedule import Compute, Free, Schedule, Step
+from lowtide.trace.graph_builder import leaves, storage_key, target_name, tensors_in
+
+aten = torch.ops.aten
+
+# The same kernels through quicker doors: an op that is called through `torch.ops` is parsed in Python's own
+# way, which takes longer than launching a small kernel. Only where the arguments are the same.
+_QUICKER: Mapping[Any, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.convolution.default: torch.convolution,
+    aten.cudnn_batch_norm.default: torch.cudnn_batch_norm,
+    aten.mm.default: torch.mm,
+    aten.mul.Tensor: torch.mul,
+    aten.native_batch_norm.default: torch.native_batch_norm,
+    aten.native_dropout.default: torch.native_dropout,
+    aten.permute.default: torch.permute,
+    aten.relu.default: torch.relu,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.sub.Tensor: torch.sub,
+    aten.t.default: torch.t,
+    aten.tanh.default: torch.tanh,
+    aten.transpose.int: torch.transpose,
+}
+_SAME = (aten.detach.default, aten.alias.default)  # where there is no autograd, these change nothing
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A captured graph in two: the forward, whose first results are the user's, and the backward, if any."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    user_results: int
+
+    @cached_property
+    def ops(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The nodes that are ops of a `Graph`, in the order in which they run; all others are views."""
+        seen: set[int] = set()
+        forward = _ops(self.forward.graph, seen)
+        return forward, [] if self.backward is None else _ops(self.backward.graph, seen)
+
+    @cached_property
+    def tangents(self) -> list[fx.Node]:
+        """What enters the backward from outside."""
+        known = {node.name for node in self.forward.graph.nodes}
+        given = () if self.backward is None else self.backward.graph.find_nodes(op="placeholder")
+        return [node for node in given if node.name not in known]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The code for one section: the forward's results are the user's, then what the backward takes first."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+
+
+def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> Planned:
+    """The code that does what `schedule` plans for `section` of `graph`.
+
+    Raises:
+        CannotApply: the ops of `halves` are not those of the section, or sizes in it are not numbers.
+    """
+    part = _Part(halves, graph, section)
+    forward_steps, backward_steps = _steps_of(graph, schedule, section)
+    forward = _Half(part)
+    for node in halves.forward.graph.find_nodes(op="placeholder"):
+        forward.add_placeholder(node)
+    for step in forward_steps:
+        forward.do(step)
+    results = [forward.get(result) for result in _results(halves.forward)[: halves.user_results]]
+    if halves.backward is None:
+        return Planned(forward.finish(results), None)
+    backward = _Half(part, before=forward)
+    for node in halves.tangents:
+        backward.add_placeholder(node)
+    for step in backward_steps:
+        backward.do(step)
+    gradients = [backward.get(result) for result in _results(halves.backward)]
+    results += [forward.get(node) for node in backward.saved]
+    return Planned(forward.finish(results), backward.finish(gradients))
+
+
+class _Part:
+    """A section's nodes and its ops, matched."""
+
+    def __init__(self, halves: Halves, graph: Graph, section: int) -> None:
+        self.graph = graph
+        self.modules = [half for half in (halves.forward, halves.backward) if half is not None]
+        self._nodes = {node.name: node for node in halves.forward.graph.nodes}
+        self.node_of: dict[int, fx.Node] = {}
+        self._value_of: dict[int, int] = {}  # storage -> value
+        in_forward, in_backward = halves.ops
+        self._match(in_forward, section, Phase.FORWARD)
+        self._match(in_backward, section, Phase.BACKWARD)
+        self.members: dict[int, list[fx.Node]] = {}  # value -> the nodes that look at it
+        for module in self.modules:
+            for node in module.graph.nodes:
+                for tensor in tensors_in(node.meta.get("val")):
+                    value = self._value_of.get(storage_key(tensor))
+                    if value is not None:
+                        self.members.setdefault(value, []).append(self.canonical(node))
+        self.op_nodes = set(self.node_of.values())
+
+    def canonical(self, node: fx.Node) -> fx.Node:
+        """The forward's own node for what the backward is given of it."""
+        return self._nodes.get(node.name, node) if node.op == "placeholder" else node
+
+    def _match(self, nodes: Sequence[fx.Node], section: int, phase: Phase) -> None:
+        ops = [op for op in self.graph.ops if op.section == section and op.phase is phase]
+        for node, op in zip(nodes, ops, strict=False):
+            if target_name(node.target) != op.target or _shapes(node) != _shapes_of(op, self.graph):
+                raise CannotApply(
+                    f"the step does not run as it was planned: where {op.label} was, with results of shapes "
+                    f"{_shapes_of(op, self.graph)}, there is now {target_name(node.target)} with "
+                    f"{_shapes(node)}. Plan it again, for this model and this batch."
+                )
+            self.node_of[op.id] = node
+            for tensor, number in zip(_made(node), op.outputs, strict=True):
+                if tensor is not None and number is not None:
+                    self._value_of[storage_key(tensor)] = self.graph.tensors[number].value
+        if len(nodes) != len(ops):
+            raise CannotApply(
+                f"the step does not run as it was planned: a graph has {len(nodes)} ops in its {phase}, the "
+                f"plan has {len(ops)}. Plan it again, for this model and this batch."
+            )
+
+
+class _Half:
+    """One of the two graphs while it is written."""
+
+    def __init__(self, part: _Part, before: _Half | None = None) -> None:
+        self.part = part
+        self.before = before
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.saved: list[fx.Node] = []  # of the forward's, in the order in which they are handed over
+        self._done: set[int] = set() if before is None else set(before._done)
+        self._latest: fx.Node | None = None  # the op that has just run
+        self._drawn: dict[fx.Node, fx.Node] = {}  # a dropout, and what it made beside the mask
+        self._first: fx.Node | None = None  # the placeholder before which further ones are put
+
+    def add_placeholder(self, node: fx.Node) -> None:
+        """`node` is given from outside."""
+        made = self.graph.placeholder(node.name)
+        self._first = self._first or made
+        self.env[node] = made
+
+    def do(self, step: Step) -> None:
+        """Write down one step of the schedule."""
+        if isinstance(step, Free):
+            for node in self.part.members[step.value]:
+                self.env.pop(node, None)
+            return
+        op = self.part.graph.ops[step.op]
+        node = self.part.node_of[op.id]
+        again = bool(op.updates) and op.id in self._done
+        args = without_updates(node) if again else node.args
+        for value in op.creates:
+            for member in self.part.members.get(value, ()):
+                self.env.pop(member, None)
+        drawing = None if op.id in self._done else is_drawn_with(node)
+        if drawing is not None and drawing is self._latest and drawing in self._drawn:
+            self.env[node] = self._drawn.pop(drawing)
+        else:
+            self.env[node] = self._call(node, args)
+        self._latest = node
+        if node.target is aten.native_dropout.default:
+            self._drawn[node] = self.graph.call_function(operator.getitem, (self.env[node], 0))
+        self._done.add(op.id)
+        for user in node.users:
+            if user.target is operator.getitem:
+                self.get(user)
+
+    def get(self, node: Any) -> Any:
+        """What stands for `node` here: what was computed last, a view made of it, or what was saved."""
+        if not isinstance(node, fx.Node):
+            return node
+        node = self.part.canonical(node)
+        if node in self.env:
+            return self.env[node]
+        is_element = (
+            node.target is operator.getitem and self.part.canonical(node.args[0]) in self.part.op_nodes
+        )
+        if node.op == "placeholder" or node in self.part.op_nodes:
+            return self._take(node)
+        if is_element and self.part.canonical(node.args[0]) not in self.env:
+            return self._take(node)
+        if node.op == "get_attr":
+            self.env[node] = self.graph.get_attr(str(node.target))
+        else:
+            self.env[node] = self._call(node, node.args)
+        return self.env[node]
+
+    def finish(self, results: Sequence[Any]) -> fx.GraphModule:
+        """The graph as a module whose forward takes a list and empties it."""
+        self.graph.output(tuple(results))
+        for node in reversed(self.graph.nodes):
+            if node.target is operator.getitem and not node.users:
+                self.graph.erase_node(node)
+        for node in self.graph.find_nodes(op="placeholder"):
+            assert node.name == node.target, "an argument goes by the name of another node"
+        self.graph.set_codegen(_BoxedCodeGen())
+        wanted = {node.target for node in self.graph.find_nodes(op="get_attr")}
+        attributes = {
+            name: getattr(module, name)
+            for name in wanted
+            for module in self.part.modules
+            if hasattr(module, name)
+        }
+        return fx.GraphModule(attributes, self.graph)
+
+    def _is_result_of_another_time(self, node: fx.Node) -> bool:
+        """Whether `node` is one of several results of an op that has not run here."""
+        if node.target is not operator.getitem:
+            return False
+        made_by = self.part.canonical(node.all_input_nodes[0])
+        return made_by in self.part.op_nodes and made_by not in self.env
+
+    def _take(self, node: fx.Node) -> fx.Node:
+        """Something that the forward has at its end, handed over to this backward."""
+        if self.before is None or node not in self.before.env or self._first is None:
+            raise RuntimeError(f"the schedule uses {node.name}, which is not there. A bug in lowtide.")
+        # A name of its own: fx calls the argument by the name asked for and the node by a free one, and an
+        # argument called like another node would be overwritten.
+        with self.graph.inserting_before(self._first):
+            self.env[node] = self.graph.placeholder(f"saved_{len(self.saved)}")
+        self.saved.append(node)
+        return self.env[node]
+
+    def _call(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        tensors = all(isinstance(arg, fx.Node) for arg in args[:2])  # numbers take another door
+        target = _QUICKER.get(node.target, node.target) if tensors or len(args) == 1 else node.target
+        return self.graph.create_node(
+            "call_function", target, self._map(args), self._map(node.kwargs), name=node.name
+        )
+
+    def _map(self, args: Any) -> Any:
+        return fx.node.map_arg(args, lambda node: self.get(_itself(node)))
+
+
+def _itself(node: fx.Node) -> fx.Node:
+    """What `node` is another name for."""
+    while node.target in _SAME:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _steps_of(graph: Graph, schedule: Schedule, section: int) -> tuple[list[Step], list[Step]]:
+    """What the schedule does in the forward and in the backward of a section.
+
+    An op that runs again belongs where the next op that runs for the first time does. What is freed when
+    a half is over is freed by whoever holds it then: the user, or autograd.
+    """
+    halves: dict[Phase, list[Step]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
+    current = halves[Phase.FORWARD]
+    waiting: list[Step] = []
+    done: set[int] = set()
+    for step in schedule:
+        if isinstance(step, Compute):
+            if graph.ops[step.op].section != section:
+                continue
+            waiting.append(step)
+            if step.op not in done:
+                done.add(step.op)
+                current = halves[graph.ops[step.op].phase]
+                current.extend(waiting)
+                waiting.clear()
+        elif step.value in graph.creator and graph.ops[graph.creator[step.value]].section == section:
+            (waiting or current).append(step)
+    for steps in halves.values():
+        while steps and isinstance(steps[-1], Free):
+            steps.pop()
+    return halves[Phase.FORWARD], halves[Phase.BACKWARD]
+
+
+def _ops(graph: fx.Graph, seen: set[int]) -> list[fx.Node]:
+    """The nodes that make or change something; `seen` are the storages that there were before."""
+    found: list[fx.Node] = []
+    for node in graph.nodes:
+        made = [storage_key(tensor) for tensor in tensors_in(node.meta.get("val"))]
+        if node.op == "call_function" and node.target is not operator.getitem:
+            schema = getattr(node.target, "_schema", None)
+            changes = schema is not None and schema.is_mutable
+            if changes or not made or not seen.issuperset(made):
+                found.append(node)
+        seen.update(made)
+    return found
+
+
+def _results(half: fx.GraphModule) -> list[Any]:
+    (output,) = half.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def _made(node: fx.Node) -> Iterator[torch.Tensor | None]:
+    """What an op makes, as a `Graph` lists it."""
+    for leaf in leaves(node.meta.get("val")):
+        if leaf is None or isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def _shapes(node: fx.Node) -> list[tuple[int, ...] | None]:
+    return [None if tensor is None else tuple(tensor.shape) for tensor in _made(node)]
+
+
+def _shapes_of(op: Op, graph: Graph) -> list[tuple[int, ...] | None]:
+    return [None if number is None else graph.tensors[number].shape for number in op.outputs]

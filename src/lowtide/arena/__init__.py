@@ -1,0 +1,1 @@
+"""Where in one piece of memory each value of a step lives."""

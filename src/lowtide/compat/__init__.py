@@ -1,0 +1,1 @@
+"""Where lowtide relies on what PyTorch does not promise."""

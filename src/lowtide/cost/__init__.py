@@ -1,0 +1,1 @@
+"""What ops take: bytes and seconds, measured, looked up or estimated."""

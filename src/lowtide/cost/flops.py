@@ -1,0 +1,34 @@
+"""Floating-point operations of a graph's ops, by PyTorch's own formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lowtide.ir.graph import Arg, Graph, Op, Ref
+
+_FORMULAS: Mapping[str, Callable[..., int]] = {str(op): formula for op, formula in flop_registry.items()}
+
+
+def flops_of(graph: Graph, op: Op) -> int:
+    """What PyTorch's counter says of one op: matrix products, convolutions and attention; else zero."""
+    name = op.target.rsplit(".", 1)[0]
+    args = [_shaped(graph, arg) for arg in op.args]
+    if name == "aten._scaled_dot_product_flash_attention_for_cpu":  # the counter knows it on CUDA only
+        return int(sdpa_flop_count(*args[:3]))
+    if name == "aten._scaled_dot_product_flash_attention_for_cpu_backward":
+        return int(sdpa_backward_flop_count(*args[:4]))
+    if name not in _FORMULAS:
+        return 0
+    kwargs = {key: _shaped(graph, arg) for key, arg in op.kwargs}
+    made = [None if output is None else graph.tensors[output].shape for output in op.outputs]
+    return _FORMULAS[name](*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made))
+
+
+def _shaped(graph: Graph, arg: Arg) -> Any:
+    """The formulas take shapes where ops take tensors."""
+    if isinstance(arg, Ref):
+        return graph.tensors[arg.tensor].shape
+    return tuple(_shaped(graph, item) for item in arg) if isinstance(arg, tuple) else arg

@@ -1,0 +1,88 @@
+"""How long CUDA's kernels take on an H200, estimated from what they compute and what they move.
+
+A kernel takes as long as the slower of the two takes at the rate that is usual for its kind, and never less
+than it takes to launch one. The rates are those of an H200 with PyTorch's defaults (convolutions in TF32,
+matrix products in full 32 bits), fitted to whole measured steps and rounded;
+`benchmarks/prediction/roofline.py` fits them, and says how well they hold for steps that were not fitted.
+
+It is an estimate: measured steps were off by up to a quarter. A plan made with it is legal all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from lowtide.cost.flops import flops_of
+from lowtide.ir.graph import Graph, Op, argument_tensors
+from lowtide.ir.validate import item_bytes
+
+_HALF = ("float16", "bfloat16")
+# What reads with strides, gathers, scatters or sums up, by a part of its name.
+_ROUNDABOUT = ("norm", "pool", "softmax", "sum", "mean", "embedding", "nll", "cat", "copy", "index")
+
+
+class Kind(StrEnum):
+    """Kinds of kernels, by what sets their pace."""
+
+    CONVOLUTION = "convolution"
+    MATRIX = "matrix product"
+    MATRIX_HALF = "matrix product, half precision"
+    ATTENTION = "attention"
+    ATTENTION_HALF = "attention, half precision"
+    ROUNDABOUT = "reduction, normalisation, copy"
+    STRAIGHT = "element by element"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a kind of kernel reaches: operations a second, and bytes a second."""
+
+    flops: float
+    bytes: float
+
+
+RATES = {
+    Kind.CONVOLUTION: Rate(150e12, 0.9e12),
+    Kind.MATRIX: Rate(50e12, 4.5e12),
+    Kind.MATRIX_HALF: Rate(790e12, 4.5e12),
+    Kind.ATTENTION: Rate(60e12, 4.5e12),
+    Kind.ATTENTION_HALF: Rate(700e12, 4.5e12),
+    Kind.ROUNDABOUT: Rate(math.inf, 1.2e12),
+    Kind.STRAIGHT: Rate(math.inf, 4.5e12),
+}
+LAUNCH_SECONDS = 20e-6
+
+
+def with_estimated_seconds(graph: Graph) -> Graph:
+    """`graph` with an estimate of how long each op takes."""
+    return replace(graph, ops=tuple(replace(op, seconds=estimated_seconds(op, graph)) for op in graph.ops))
+
+
+def estimated_seconds(op: Op, graph: Graph) -> float:
+    """How long `op` takes, by the rates of its kind."""
+    rate = RATES[kind_of(op, graph)]
+    return max(LAUNCH_SECONDS, flops_of(graph, op) / rate.flops, moved_bytes(op, graph) / rate.bytes)
+
+
+def kind_of(op: Op, graph: Graph) -> Kind:
+    """What sets the pace of `op`."""
+    dtype = next((graph.tensors[tensor].dtype for tensor in argument_tensors(op)), "")
+    name = op.target.split(".")[1] if "." in op.target else op.target
+    if "convolution" in name:
+        return Kind.CONVOLUTION
+    if "attention" in name:
+        return Kind.ATTENTION_HALF if dtype in _HALF else Kind.ATTENTION
+    if flops_of(graph, op):
+        return Kind.MATRIX_HALF if dtype in _HALF else Kind.MATRIX
+    return Kind.ROUNDABOUT if any(part in name for part in _ROUNDABOUT) else Kind.STRAIGHT
+
+
+def moved_bytes(op: Op, graph: Graph) -> int:
+    """The bytes of everything that `op` looks at or makes, each once."""
+    tensors = {*argument_tensors(op), *(output for output in op.outputs if output is not None)}
+    return sum(
+        math.prod(tensor.shape) * item_bytes(tensor.dtype)
+        for tensor in map(graph.tensors.__getitem__, tensors)
+    )

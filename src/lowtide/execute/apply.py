@@ -1,0 +1,73 @@
+"""Plans put on models and taken off again, whatever their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import nn
+
+from lowtide.errors import BadRequest
+from lowtide.execute import layer_hooks, ops_forward
+from lowtide.solvers.solution import GraphSolution, Solution
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply(
+    model: Model, solution: Solution | GraphSolution, *, on_new_inputs: str = "warn", accumulate: int = 1
+) -> Model:
+    """Make `model` recompute as `solution` plans, in place, and return it.
+
+    Class, parameters and `state_dict` keys stay; gradients are those of plain training, bit for bit
+    where PyTorch is deterministic; random streams and running statistics advance once a step. A plan that
+    was applied before is replaced, and `remove` takes it off. Wrap the model (DDP) after applying.
+
+    A plan of layers checkpoints stretches of the model's own modules. A plan of ops runs the model's
+    forward as graphs that Dynamo captures, whose forward and backward do op by op what was planned. Where
+    gradients are off, and in another mode (`train`, `eval`) than it was planned in, the model runs as if it
+    had no plan.
+
+    The plan holds for inputs of the planned shapes. With others the peak is not the promised one:
+    `on_new_inputs` says whether to "warn" once, raise an "error" or "ignore" it; `lowtide.optimize` plans
+    for them. Gradients that are there when a forward begins are outside of a plan of ops, unless it was made
+    for them: `accumulate` says how many backward calls there are between two optimizer steps.
+
+    Raises:
+        CannotApply: the plan was made for a model with other parameters, another torch or another device.
+        BadRequest: the plan was made from sizes, or from a graph, alone.
+    """
+    if isinstance(solution, GraphSolution):
+        ops_forward.reroute(model, solution, on_new_inputs=on_new_inputs, accumulate=accumulate)
+        layer_hooks.remove(model)
+        return model
+    if not isinstance(solution, Solution):
+        raise BadRequest(
+            f"a plan is what lowtide.plan and lowtide.load_solution return, not a {type(solution).__name__}."
+        )
+    with set_aside(model):
+        layer_hooks.apply(model, solution, on_new_inputs=on_new_inputs)  # raises before anything changes
+    remove(model)
+    return layer_hooks.apply(model, solution, on_new_inputs=on_new_inputs)
+
+
+def remove(model: nn.Module) -> None:
+    """Take a plan off `model`, if it has one."""
+    layer_hooks.remove(model)
+    ops_forward.restore(model)
+
+
+def plans_of(model: nn.Module) -> tuple[Solution | GraphSolution, ...]:
+    """The plans that `model` trains by, one for each kind of inputs, in the order in which it met them.
+
+    None are there before the first batch of a model that was optimized without an example.
+    """
+    return layer_hooks.plans_of(model) or ops_forward.plans_of(model)
+
+
+@contextmanager
+def set_aside(model: nn.Module) -> Iterator[None]:
+    """The plain model while the block runs; afterwards with the plan that it had before, if any."""
+    with ops_forward.own_forward(model), layer_hooks.set_aside(model):
+        yield

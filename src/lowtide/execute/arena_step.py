@@ -1,0 +1,192 @@
+"""A real training step in memory that was planned ahead: forward and backward in one arena.
+
+step = lowtide.in_arena(model, (images,), loss)
+loss = step()                    # p.grad of every parameter is there, as after loss.backward()
+loss = step(x=more_images)       # another batch, by the names that `step.inputs` lists
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lowtide.aot.capture import capture
+from lowtide.arena.layout import Layout
+from lowtide.errors import BadRequest
+from lowtide.execute.apply import set_aside
+from lowtide.execute.executor import Executor
+from lowtide.execute.identity import fingerprint
+from lowtide.execute.memory import Memory
+from lowtide.execute.out_variants import Moves
+from lowtide.ir.graph import Graph
+from lowtide.ir.schedule import Schedule, straight
+from lowtide.planner.fit import Progress, with_costs
+from lowtide.solvers.solution import GraphSolution, Solution
+from lowtide.text.units import format_bytes
+from lowtide.trace.inputs import named_inputs
+from lowtide.trace.step import Example, Loss
+
+_SEED = "gradient of the loss"
+
+
+def in_arena(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None = None,
+    *,
+    solution: Solution | GraphSolution | None = None,
+    memory: Memory | str = Memory.STATIC,
+    profile: bool = False,
+    progress: Progress | None = None,
+) -> ArenaStep:
+    """A step of `model` that runs forward and backward in one buffer, allocated here and now.
+
+    With a `solution` (from `lowtide.plan`, without an optimizer) it recomputes as that says. Loss, gradients,
+    buffers and random numbers are those of the plain step, bit for bit, where a captured graph's are. The
+    model is left as it is: the step reads its parameters where they are and sets their `.grad`, to memory in
+    the arena that the next step overwrites.
+
+    With `profile`, the kernels' workspaces are measured first, so that `step.report` counts them.
+
+    Raises:
+        BadRequest: the model is not on one real device, or the solution is for layers or another model.
+        CannotCapture: the model cannot be captured.
+        CannotRun: the captured graph has an op that cannot be called on its own.
+    """
+    with set_aside(model):
+        graph, schedule = _planned(model, example, loss, solution)
+        if profile and graph.profiled_on is None:
+            graph = with_costs(graph, progress)
+        return ArenaStep(model, graph, schedule, named_inputs(model, example, loss), memory)
+
+
+def _planned(
+    model: nn.Module, example: Example, loss: Loss | None, solution: Solution | GraphSolution | None
+) -> tuple[Graph, Schedule]:
+    if solution is None:
+        graph = capture(model, example, loss)
+        return graph, straight(graph)
+    if isinstance(solution, Solution):
+        raise BadRequest(
+            f"a plan of {solution.method} is for layers, and an arena holds ops. Plan with a budget, "
+            "by the method auto."
+        )
+    if solution.fingerprint != fingerprint(model):
+        raise BadRequest("the plan was made for another model. Plan it again, for this one.")
+    return solution.graph, solution.schedule
+
+
+@dataclass(frozen=True)
+class ArenaReport:
+    """What the step holds, in bytes, and how results get to their places.
+
+    `resident_bytes` are parameters, buffers and the batch, `arena_bytes` everything that the step makes,
+    gradients included, and `extra_bytes` the most that one op takes beside that while it runs: the workspace
+    of its kernel, if that was measured, and results that have to be moved. Together they are what is held.
+    """
+
+    memory: Memory
+    resident_bytes: int
+    arena_bytes: int
+    lower_bound_bytes: int
+    extra_bytes: int
+    moves: tuple[Moves, ...]
+    profiled: bool
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that is held at once."""
+        return self.resident_bytes + self.arena_bytes + self.extra_bytes
+
+    def __str__(self) -> str:
+        extra = "workspace and results to be moved" if self.profiled else "results to be moved; no workspaces"
+        ratio = self.arena_bytes / max(1, self.lower_bound_bytes)
+        lines = [
+            f"{format_bytes(self.held_bytes):>12}  held",
+            f"{format_bytes(self.resident_bytes):>12}  resident: parameters, buffers, batch",
+            f"{format_bytes(self.arena_bytes):>12}  arena, {ratio:.3f} of the largest live set",
+            f"{format_bytes(self.extra_bytes):>12}  beside it: {extra}",
+        ]
+        for moves in self.moves:
+            names = ", ".join(name.removeprefix("aten.").removesuffix(".default") for name in moves.targets)
+            how = f"{moves.way} by {moves.computes} ops: {names or '-'}"
+            lines.append(f"{format_bytes(moves.bytes):>12}  {how}")
+        return "\n".join(lines)
+
+
+class ArenaStep:
+    """A training step bound to a model and to memory. Calling it runs forward and backward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: Graph,
+        schedule: Schedule,
+        inputs: Mapping[str, torch.Tensor],
+        memory: Memory | str = Memory.STATIC,
+        layout: Layout | None = None,
+    ) -> None:
+        self.model = model
+        known = {graph.values[value].name for value in graph.resident}
+        self.inputs = tuple(name for name in inputs if name in known)
+        given = {name: inputs[name] for name in self.inputs}
+        device = next(iter((*model.parameters(), *inputs.values()))).device
+        if device.type == "meta":
+            raise BadRequest("the model has no memory: it is on the meta device. Build it on cpu or cuda.")
+        if _SEED in known:
+            given[_SEED] = torch.ones((), device=device)
+        if "loss" not in dict(graph.results):
+            raise BadRequest("the model's output is not one number. Give a loss that makes one of it.")
+        self._known = known
+        given |= self._owned()
+        self.executor = Executor(graph, given, schedule=schedule, memory=memory, layout=layout)
+
+    def __call__(self, **batch: torch.Tensor) -> torch.Tensor:
+        """Run forward and backward on `batch` (what is not named stays as it was), and return the loss.
+
+        Raises:
+            BadRequest: gradients of an earlier step are still there, an input has another shape than it had,
+                or has a name that the step does not know.
+        """
+        for name in batch:
+            if name not in self.inputs:
+                raise BadRequest(f"the step is given {', '.join(self.inputs)}; there is no '{name}'")
+        if any(parameter.grad is not None for parameter in self.model.parameters()):
+            raise BadRequest(
+                "there are gradients already, in memory that this step is about to use. Call "
+                "optimizer.zero_grad() first; gradients of several batches cannot be added up in an arena."
+            )
+        self.executor.bind({**self._owned(), **batch})
+        self.executor.run()
+        results = self.executor.results
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = results.get(f"{name}.grad")
+        return results["loss"].clone()
+
+    def record(self) -> None:
+        """From now on, replay the step as one CUDA graph. It must have run once; see `Executor.record`."""
+        self.executor.record()
+
+    def _owned(self) -> dict[str, torch.Tensor]:
+        """The model's parameters and buffers, where they are now."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: tensor for name, tensor in named if name in self._known}
+
+    @property
+    def report(self) -> ArenaReport:
+        """What is held, and how results are written. Complete once the step has run."""
+        executor = self.executor
+        layout: Layout | None = executor.layout
+        graph = executor.graph
+        return ArenaReport(
+            memory=executor.memory,
+            resident_bytes=executor.timeline.resident_bytes,
+            arena_bytes=executor.arena_bytes,
+            lower_bound_bytes=0 if layout is None else layout.lower_bound_bytes,
+            extra_bytes=executor.extra_bytes(),
+            moves=executor.moves(),
+            profiled=graph.profiled_on is not None,
+        )

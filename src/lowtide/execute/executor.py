@@ -1,0 +1,364 @@
+"""The executor: walks a schedule of a graph and runs real kernels on real memory.
+
+    graph      what to compute: captured from a model, or drawn up as expressions and extended by gradients
+    schedule   in which order, what again, and what is dead when
+    given      the resident values, by name
+    memory     where results are put (see `memories`)
+
+Whatever the memory, the same kernels see the same numbers, and leave the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowtide.arena.buffers import Birth
+from lowtide.arena.layout import Layout, lay_out
+from lowtide.errors import BadRequest, CannotRun
+from lowtide.execute.memory import Direct, Memory, Naive, Place, Pool, Source, Static, Tally
+from lowtide.execute.out_variants import (
+    Move,
+    Moves,
+    Writer,
+    extra_bytes,
+    kernel,
+    moves,
+    tensor_leaves,
+    writer,
+)
+from lowtide.execute.residents import Residents
+from lowtide.ir.graph import Arg, Graph, Op, Ref, Symbol
+from lowtide.ir.schedule import Compute, Schedule, straight
+from lowtide.ir.simulate import simulate
+
+Thunk = Callable[[], object]
+_NOT_IN_THE_GRAPH = ("lowtide.optimizer.step", "aten.lift_fresh.default")
+
+
+def evaluate(
+    graph: Graph,
+    given: Mapping[str, torch.Tensor],
+    wanted: Sequence[int],
+    memory: Memory | str = Memory.DIRECT,
+) -> list[torch.Tensor]:
+    """Run `graph` once and return the tensors with the ids `wanted`; they must belong to its outputs.
+
+    Raises:
+        BadRequest: something resident is missing or has another size; a tensor asked for is not kept.
+        CannotRun: an op of the graph cannot be called.
+    """
+    executor = Executor(graph, given, memory=memory)
+    executor.run()
+    return [executor.tensor(number) for number in wanted]
+
+
+class Executor:
+    """A graph and a schedule, bound to memory, to be run as often as one likes.
+
+    Every tensor in `given` must have the shape, strides and type that the graph knows it by; the graph reads
+    it where it is, and changes it there if an op does. After a run, `tensor` and `results` look at what
+    outlives the step, until the next run overwrites it. Static memory's `layout` is made if none is given.
+
+    Raises:
+        BadRequest: something resident is missing, is not in the graph, or looks different; a layout is given
+            for memory that needs none.
+        CannotRun: an op of the graph cannot be called.
+        IllegalSchedule, IllegalLayout, ArenaTooSmall: see `simulate` and `lay_out`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        given: Mapping[str, torch.Tensor],
+        *,
+        schedule: Schedule | None = None,
+        memory: Memory | str = Memory.STATIC,
+        layout: Layout | None = None,
+    ) -> None:
+        self.graph = graph
+        self.schedule = straight(graph) if schedule is None else schedule
+        self.memory = _memory(memory)
+        if layout is not None and self.memory is not Memory.STATIC:
+            raise BadRequest(f"a layout is for static memory, and {self.memory} was asked for")
+        self.timeline = simulate(graph, self.schedule)
+        _check_ops(graph)
+        self._residents = Residents(graph)
+        self._places: dict[int, Place] = {}
+        self._views: dict[int, torch.Tensor] = {}
+        self._tensors_of: dict[int, list[int]] = {}
+        for tensor in graph.tensors:
+            self._tensors_of.setdefault(tensor.value, []).append(tensor.id)
+        self._slots: dict[int, list[tuple[list[Any], int]]] = {}  # where tensors of residents are passed
+        self._tape: list[Thunk] = []  # with static memory: what a step calls, ready to be called again
+        self._recorded: torch.cuda.CUDAGraph | None = None
+        self._writers: dict[int, Writer] = {}
+        self.bind(given)
+        self._places.update(self._residents.complete())
+        self.device = self._residents.device()
+        if self.memory is Memory.STATIC and layout is None:
+            layout = lay_out(graph, self.schedule)
+        self.layout = layout
+        self._source = _source(self.memory, self.device, layout)
+
+    def bind(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Use these tensors from now on, in place of those that went by the same names."""
+        if self._recorded is not None:
+            self._residents.copy(given)
+            return
+        for value, place in self._residents.take(given):
+            self._places[value] = place
+            for number in self._tensors_of.get(value, ()):
+                self._views.pop(number, None)
+                for container, index in self._slots.get(number, ()):
+                    container[index] = self._get(number)
+
+    # Running ------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Do everything that the schedule says, once."""
+        self._source.new_step()
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            if self._recorded is not None:
+                self._recorded.replay()
+            elif self._tape:
+                for thunk in self._tape:
+                    thunk()
+            else:
+                self._walk()
+
+    def record(self) -> None:
+        """From now on, replay the step as one CUDA graph: every address in it is fixed, thanks to the arena.
+
+        A step must have run, so that libraries are set up. Recording itself computes nothing. A batch that is
+        bound later is copied to where the recorded one is.
+
+        Raises:
+            BadRequest: memory is not static, the device is not CUDA, or nothing has run yet.
+        """
+        if self.memory is not Memory.STATIC or self.device.type != "cuda" or not self._tape:
+            raise BadRequest("only a step that has run in static memory on CUDA can be recorded")
+        recorded = torch.cuda.CUDAGraph()
+        self._tape.clear()
+        self._slots.clear()
+        with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.cuda.graph(recorded):
+            self._walk()  # once more: under recording, some kernels return their seeds elsewhere
+        self._recorded = recorded
+
+    def _walk(self) -> None:
+        for value in self.graph.creator:  # what the last step left
+            self._forget(value)
+        times: dict[int, int] = {}
+        for step in self.schedule:
+            if isinstance(step, Compute):
+                time = times[step.op] = times.get(step.op, -1) + 1
+                self._compute(self.graph.ops[step.op], time)
+            elif step.value in self.graph.creator:
+                place = self._places[step.value]
+                self._forget(step.value)
+                if self.graph.values[step.value].device == self.graph.device:
+                    self._source.give(place)
+                del place  # or what is dead would live on in this name
+
+    def _compute(self, op: Op, time: int) -> None:
+        skipped = frozenset(op.updates) if time else frozenset[int]()
+        args, kwargs = self._arguments(op, skipped)
+        if self.memory is Memory.DIRECT:
+            self._adopt(op, tensor_leaves(kernel(op.target)(*args, **kwargs)))
+            return
+        outs = [self._out(op, number, time) for number in op.outputs]
+        if not op.creates:
+            thunk: Thunk = _Call(kernel(op.target), args, kwargs)
+        else:
+            if op.id not in self._writers:
+                self._writers[op.id] = writer(op.target, self.device.type, args)
+            thunk = self._writers[op.id].bind(args, kwargs, outs)
+        thunk()
+        if isinstance(thunk, Move):
+            self._keep_as_returned(op, thunk)
+        if self.memory is Memory.STATIC:
+            self._tape.append(thunk)
+            self._note_slots(op, args, kwargs)
+
+    def _out(self, op: Op, number: int | None, time: int) -> torch.Tensor | None:
+        """Where an output is to be written; None for one that is no value of its own."""
+        value = None if number is None else self.graph.tensors[number].value
+        if number is None or value not in op.creates:
+            return None
+        if value not in self._places:
+            self._places[value] = self._place(value, time)
+        return self._get(number)
+
+    def _place(self, value: int, time: int) -> Place:
+        found = self.graph.values[value]
+        if found.device == self.graph.device:
+            return self._source.take(Birth(value, time), found.bytes)
+        return Place(torch.empty(found.bytes, dtype=torch.uint8, device=found.device).untyped_storage())
+
+    def _keep_as_returned(self, op: Op, move: Move) -> None:
+        """Results that could not be moved to their places are where they are."""
+        for number, out in zip(op.outputs, move.outs, strict=True):
+            if number is not None and out is not None and out is not self._views.get(number):
+                self._places[self.graph.tensors[number].value] = Place(out.untyped_storage())
+                self._views[number] = out
+
+    def _adopt(self, op: Op, results: list[torch.Tensor | None]) -> None:
+        """What a kernel returned becomes the value, if it lies in memory as the graph says."""
+        for number, result in zip(op.outputs, results, strict=True):
+            if number is None or result is None or self.graph.tensors[number].value not in op.creates:
+                continue
+            tensor = self.graph.tensors[number]
+            if _strides(result.shape, result.stride()) != _strides(tensor.shape, tensor.stride):
+                result = torch.empty_strided(
+                    tensor.shape, tensor.stride, dtype=result.dtype, device=result.device
+                ).copy_(result)
+            start = int(result.storage_offset()) - tensor.offset
+            self._places[tensor.value] = Place(result.untyped_storage(), start * result.element_size())
+            self._views[number] = result
+
+    # Tensors ------------------------------------------------------------------------------------------
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """A tensor of the graph, as the last run left it."""
+        value = self.graph.tensors[number].value
+        if value not in self._places:
+            raise BadRequest(
+                f"'{self.graph.values[value].name}' is not there: it is dead at the end of the step, or "
+                "nothing has run yet. Make it an output of the graph."
+            )
+        return self._get(number)
+
+    @property
+    def results(self) -> dict[str, torch.Tensor]:
+        """What the step hands back, by name: the loss and the gradients."""
+        return {name: self.tensor(number) for name, number in self.graph.results}
+
+    def _get(self, number: int) -> torch.Tensor:
+        found = self._views.get(number)
+        if found is None:
+            tensor = self.graph.tensors[number]
+            found = self._views[number] = self._places[tensor.value].view(tensor)
+        return found
+
+    def _forget(self, value: int) -> None:
+        self._places.pop(value, None)
+        for number in self._tensors_of.get(value, ()):
+            self._views.pop(number, None)
+
+    # Arguments ----------------------------------------------------------------------------------------
+
+    def _arguments(self, op: Op, skipped: frozenset[int]) -> tuple[list[Any], dict[str, Any]]:
+        args = [self._real(arg, skipped) for arg in op.args]
+        return args, {name: self._real(arg, skipped) for name, arg in op.kwargs}
+
+    def _real(self, arg: Arg, skipped: frozenset[int]) -> Any:
+        if isinstance(arg, Ref):
+            return None if self.graph.tensors[arg.tensor].value in skipped else self._get(arg.tensor)
+        if isinstance(arg, Symbol):
+            return self.device if arg.kind == "device" else getattr(torch, arg.text)
+        return [self._real(item, skipped) for item in arg] if isinstance(arg, tuple) else arg
+
+    def _note_slots(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Remember where tensors of the batch are passed, so that another batch can take their place."""
+
+        def note(given: Sequence[Arg], real: list[Any]) -> None:
+            for index, arg in enumerate(given):
+                if isinstance(arg, Ref) and self.graph.tensors[arg.tensor].value not in self.graph.creator:
+                    if real[index] is not None:
+                        self._slots.setdefault(arg.tensor, []).append((real, index))
+                elif isinstance(arg, tuple):
+                    note(arg, real[index])
+
+        note(op.args, args)
+        for name, arg in op.kwargs:
+            if isinstance(arg, tuple):
+                note(arg, kwargs[name])
+
+    # What it took -------------------------------------------------------------------------------------
+
+    @property
+    def tally(self) -> Tally:
+        """What handing out memory took in the last run."""
+        return self._source.tally
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is held between two steps for what the next one makes: the arena, or the pool's blocks."""
+        return self._source.kept_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """The size of the arena; none but static memory has one."""
+        return 0 if self.layout is None else self.layout.arena_bytes
+
+    def extra_bytes(self) -> int:
+        """The most that one op takes beside its place in the arena: workspace, and results to be moved.
+
+        Known after the first run.
+        """
+        return extra_bytes(self.graph, self._computed(), self._writers)
+
+    def moves(self) -> tuple[Moves, ...]:
+        """How the results get where they should be. Known after the first run."""
+        return moves(self.graph, self._computed(), self._writers)
+
+    def _computed(self) -> list[int]:
+        return [step.op for step in self.schedule if isinstance(step, Compute)]
+
+
+class _Call:
+    """A call with arguments that may still be replaced."""
+
+    def __init__(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+
+    def __call__(self) -> object:
+        return self.func(*self.args, **self.kwargs)
+
+
+def _memory(memory: Memory | str) -> Memory:
+    try:
+        return Memory(memory)
+    except ValueError:
+        raise BadRequest(f"there is no memory called '{memory}'. There are: {', '.join(Memory)}.") from None
+
+
+def _source(memory: Memory, device: torch.device, layout: Layout | None) -> Source:
+    if memory is Memory.STATIC:
+        assert layout is not None, "static memory has a layout"
+        return Static(device, layout)
+    kinds: dict[Memory, Callable[[torch.device], Source]] = {
+        Memory.NAIVE: Naive,
+        Memory.POOL: Pool,
+        Memory.DIRECT: Direct,
+    }
+    return kinds[memory](device)
+
+
+def _check_ops(graph: Graph) -> None:
+    for op in graph.ops:
+        for symbol in _symbols((op.args, tuple(arg for _, arg in op.kwargs))):
+            if symbol.kind == "object":
+                raise CannotRun(
+                    f"op {op.id} ({op.label}) takes an argument of type {symbol.text}, which is not known"
+                )
+        if op.target in _NOT_IN_THE_GRAPH:
+            raise CannotRun(
+                f"op {op.id} ({op.label}) stands for something that is not in the graph. Plan the step "
+                "without an optimizer, and make constants buffers of the model."
+            )
+
+
+def _symbols(arg: Arg) -> Iterable[Symbol]:
+    if isinstance(arg, Symbol):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _symbols(item)
+
+
+def _strides(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The strides that matter: a single element or none has no next one."""
+    return [step for size, step in zip(shape, stride, strict=True) if size > 1]

@@ -1,0 +1,288 @@
+"""A model whose forward runs as a schedule plans it.
+
+The model's `forward` is replaced, on this one instance, by an object that hands it to Dynamo with a
+backend of ours (see `execution`). Class, parameters, hooks and the keys of `state_dict` stay. Where
+gradients are off, or the model is in another mode than when it was planned, nothing happens at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lowtide.aot.sections import compiling
+from lowtide.compat.ddp import let_go_of_old_buckets
+from lowtide.errors import BadRequest, CannotApply
+from lowtide.execute.identity import described_inputs, fingerprint
+from lowtide.execute.ops_graphs import Execution
+from lowtide.solvers.solution import GraphSolution
+
+Model = TypeVar("Model", bound=nn.Module)
+Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], GraphSolution]
+ON_NEW_INPUTS = ("warn", "error", "ignore")
+_FORWARD = "forward"
+
+
+def reroute(
+    model: Model,
+    solution: GraphSolution | None,
+    *,
+    on_new_inputs: str = "warn",
+    accumulate: int = 1,
+    replan: Replan | None = None,
+) -> Model:
+    """Make `model` train as `solution` plans, in place, and return it; see `lowtide.apply`.
+
+    Without a solution, `replan` makes one for the first inputs of its training, whatever they are.
+    """
+    if on_new_inputs not in ON_NEW_INPUTS:
+        raise BadRequest(f"on_new_inputs is {on_new_inputs!r}; it is one of {', '.join(ON_NEW_INPUTS)}.")
+    if solution is not None:
+        check(model, solution)
+    before = model.__dict__.get(_FORWARD)
+    restore(model)
+    solutions = {} if solution is None else {solution.inputs: solution}
+    route = _Route(model, solutions, on_new_inputs, accumulate, replan)
+    if isinstance(before, _Route):
+        route.take_over(before)
+    model.__dict__[_FORWARD] = route
+    return model
+
+
+def restore(model: nn.Module) -> None:
+    """Give `model` its own forward back, if it has another."""
+    route = model.__dict__.get(_FORWARD)
+    if isinstance(route, _Route):
+        del model.__dict__[_FORWARD]
+        if route.own is not None:
+            model.__dict__[_FORWARD] = route.own
+
+
+def plans_of(model: nn.Module) -> tuple[GraphSolution, ...]:
+    """The plans that `model` has, one for each kind of inputs, in the order in which it met them."""
+    route = model.__dict__.get(_FORWARD)
+    return tuple(route.solutions.values()) if isinstance(route, _Route) else ()
+
+
+@contextmanager
+def own_forward(model: nn.Module) -> Iterator[None]:
+    """The model with its own forward while the block runs."""
+    route = model.__dict__.get(_FORWARD)
+    restore(model)
+    try:
+        yield
+    finally:
+        restore(model)
+        if isinstance(route, _Route):
+            model.__dict__[_FORWARD] = route
+
+
+def check(model: Model, solution: GraphSolution) -> Model:
+    """`model`, if `solution` was made for it."""
+    if not solution.fingerprint:
+        raise BadRequest(
+            f"this plan is for the graph {solution.graph.name} alone, and does not say for which model and "
+            "batch. Plan the model with lowtide.plan."
+        )
+    if solution.fingerprint != fingerprint(model):
+        raise CannotApply(
+            f"the plan was made for another model than this {type(model).__name__}: their parameters or "
+            "buffers differ in name, shape or type. Plan this model."
+        )
+    here = torch.__version__.partition("+")[0]
+    if solution.torch_version != here:
+        raise CannotApply(
+            f"the plan was made with torch {solution.torch_version}, and this is torch {here}, which may "
+            "capture other ops. Plan the model again."
+        )
+    where = next((tensor.device.type for tensor in model.parameters()), solution.graph.device)
+    if where != solution.graph.device.partition(":")[0]:
+        raise CannotApply(
+            f"the plan was made for {solution.graph.device}, and the model is on {where}. Move the model, or "
+            "plan it there."
+        )
+    return model
+
+
+@dataclass(frozen=True)
+class _Course:
+    """One way to run the model: the schedule for one kind of input."""
+
+    execution: Execution
+    compiled: Callable[..., Any]
+
+
+class _Route:
+    """Stands in for the forward of one model.
+
+    It refers to the model weakly: the model refers to it, and a circle would keep both alive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        solutions: Mapping[tuple[str, ...], GraphSolution],
+        on_new_inputs: str,
+        accumulate: int,
+        replan: Replan | None,
+    ) -> None:
+        self.own: Callable[..., Any] | None = model.__dict__.get(_FORWARD)
+        self.__signature__ = inspect.signature(model.forward)  # trainers look at it
+        self._model = weakref.ref(model)
+        self._parameters = list(model.named_parameters())  # a walk over a large model takes milliseconds
+        self._training = model.training if solutions else True  # what is not planned yet will train
+        self.solutions = dict(solutions)
+        self._on_new_inputs = on_new_inputs
+        self._accumulate = accumulate
+        self._replan = replan
+        self._courses: dict[tuple[str, ...], _Course] = {}
+        self._told: set[str] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        assert model is not None, "a model's forward is called by the model"
+        if not torch.is_grad_enabled() or model.training != self._training:
+            return self._plain(model)(*args, **kwargs)
+        let_go_of_old_buckets()
+        self._tell_of_gradients()
+        course = self._course(model, args, kwargs)
+        if course is None:
+            return self._plain(model)(*args, **kwargs)
+        course.execution.begin()
+        with compiling(course.execution.graph.assumptions):
+            if self.own is not None:
+                return course.compiled(*args, **kwargs)
+            return course.compiled(model, *args, **kwargs)
+
+    def take_over(self, before: _Route) -> None:
+        """Go on with what was compiled for an earlier plan of the same graphs: only the schedule is new."""
+        for inputs, solution in self.solutions.items():
+            course = before._courses.get(inputs)
+            if course is not None and course.execution.graph == solution.graph:
+                course.execution.follow(solution.schedule)
+                self._courses[inputs] = course
+
+    def _plain(self, model: nn.Module) -> Callable[..., Any]:
+        return self.own or type(model).forward.__get__(model)
+
+    def _course(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Course | None:
+        """How to run the model on these arguments; None: as if there was no plan."""
+        inputs = circumstances(self._parameters, args, kwargs)
+        if inputs in self._courses:
+            return self._courses[inputs]
+        if inputs not in self.solutions:
+            if self._replan is None or (self.solutions and self._on_new_inputs == "error"):
+                self._refuse_or_warn(inputs)
+                return None
+            self.solutions[inputs] = self._planned(self._replan, inputs, model, args, kwargs)
+        solution = self.solutions[inputs]
+        execution = Execution(solution.graph, solution.schedule)
+        function = self.own or type(model).forward
+        compiled = torch.compile(function, backend=execution.backend, dynamic=False)
+        self._courses[inputs] = _Course(execution, compiled)
+        return self._courses[inputs]
+
+    def _planned(
+        self,
+        replan: Replan,
+        inputs: tuple[str, ...],
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> GraphSolution:
+        """A plan for inputs that there is none for."""
+        if model.__dict__.get(_FORWARD) is not self:
+            raise CannotApply(
+                f"the forward of this {type(model).__name__} was wrapped by another library after "
+                "lowtide.optimize, so that it cannot be planned alone. Let that library have the model first "
+                "(accelerator.prepare, say), and then call lowtide.optimize."
+            )
+        if self.solutions:
+            self._tell(
+                "new inputs",
+                f"the model meets inputs without a plan ({_difference(inputs, self.solutions)}). They are "
+                "planned for now, under the same budget, and remembered; so are others from now on.",
+            )
+        return replan(model, args, kwargs)
+
+    def _refuse_or_warn(self, inputs: tuple[str, ...]) -> None:
+        problem = f"the plan is not for these inputs: {_difference(inputs, self.solutions)}."
+        if self._on_new_inputs == "error":
+            raise CannotApply(
+                f"{problem} Plan for them, or use lowtide.optimize, which plans for new inputs when it meets "
+                "them."
+            )
+        if self._on_new_inputs == "warn":
+            self._tell("unplanned", f"{problem} The model runs without a plan, and may exceed the budget.")
+
+    def _tell_of_gradients(self) -> None:
+        if self._accumulate > 1 or "gradients" in self._told:
+            return
+        if any(parameter.grad is not None for _, parameter in self._parameters):
+            self._tell(
+                "gradients",
+                "gradients of an earlier backward are still there when a forward begins, and the plan does "
+                "not count them: the budget may be exceeded by their size. Declare it with accumulate=2 or "
+                "more when planning, or set them to None between steps.",
+            )
+
+    def _tell(self, subject: str, text: str) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            warnings.warn(f"lowtide: {text}", stacklevel=4)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Route:
+        """For the copy of the model, which is being made."""
+        model = self._model()
+        copied = memo.get(id(model))
+        if copied is None:
+            raise CannotApply("the forward of a planned model cannot be copied by itself. Copy the model.")
+        own = copy.deepcopy(self.own, memo)
+        made = _Route.__new__(_Route)
+        made.__dict__.update(self.__dict__)
+        made.__dict__.update(own=own, _model=weakref.ref(copied), _courses={}, _told=set())
+        made._parameters = copy.deepcopy(self._parameters, memo)
+        made.solutions = dict(self.solutions)
+        return made
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(
+            "a model with a plan cannot be pickled whole. Save its state_dict, or take the plan off first: "
+            "lowtide.remove(model)."
+        )
+
+
+def circumstances(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: str | None = None,
+) -> tuple[str, ...]:
+    """Everything that decides which ops a model runs: its inputs, autocast, and what is frozen.
+
+    `device` is where it will run, if it is not there yet: a model on meta knows of no autocast.
+    """
+    found = [*described_inputs(args, kwargs)]
+    device = device or (parameters[0][1].device.type if parameters else "cpu")
+    if torch.is_autocast_enabled(device):
+        found.append(f"autocast {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}")
+    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
+    if frozen:
+        found.append(f"frozen {hashlib.sha256(' '.join(frozen).encode()).hexdigest()[:16]}")
+    return tuple(found)
+
+
+def _difference(inputs: tuple[str, ...], known: Mapping[tuple[str, ...], Any]) -> str:
+    first = next(iter(known))
+    return f"{', '.join(inputs) or 'none'} instead of {', '.join(first) or 'none'}"

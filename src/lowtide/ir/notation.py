@@ -1,0 +1,183 @@
+"""Graphs and schedules as JSON can hold them, and back, to the last bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value
+from lowtide.ir.schedule import Compute, Free, Schedule, Step
+from lowtide.text.documents import Json, Reader, Unexpected
+
+T = TypeVar("T")
+
+# Writing --------------------------------------------------------------------------------------------
+
+
+def graph_to_json(graph: Graph) -> Json:
+    """Ids are positions, and are not written."""
+    return {
+        "name": graph.name,
+        "origin": graph.origin.value,
+        "device": graph.device,
+        "profiled_on": graph.profiled_on,
+        "notes": list(graph.notes),
+        "assumptions": list(graph.assumptions),
+        "outputs": [*sorted(graph.outputs)],
+        "results": [[name, tensor] for name, tensor in graph.results],
+        "values": [
+            {
+                "bytes": value.bytes,
+                "role": value.role.value,
+                "name": value.name,
+                "module": value.module,
+                "device": value.device,
+            }
+            for value in graph.values
+        ],
+        "tensors": [
+            [tensor.value, list(tensor.shape), list(tensor.stride), tensor.offset, tensor.dtype]
+            for tensor in graph.tensors
+        ],
+        "ops": [_op_to_json(op) for op in graph.ops],
+    }
+
+
+def schedule_to_json(schedule: Schedule) -> Json:
+    """One whole number a step: op n is n, the free of value n is -n-1."""
+    return [step.op if isinstance(step, Compute) else -step.value - 1 for step in schedule.steps]
+
+
+def _op_to_json(op: Op) -> Json:
+    return {
+        "target": op.target,
+        "args": [_arg_to_json(arg) for arg in op.args],
+        "kwargs": {name: _arg_to_json(arg) for name, arg in op.kwargs},
+        "outputs": list(op.outputs),
+        "reads": list(op.reads),
+        "creates": list(op.creates),
+        "mutates": list(op.mutates),
+        "updates": list(op.updates),
+        "phase": op.phase.value,
+        "module": op.module,
+        "call": op.call,
+        "section": op.section,
+        "random": op.random,
+        "workspace_bytes": op.workspace_bytes,
+        "seconds": op.seconds,
+        "extrapolated": op.extrapolated,
+    }
+
+
+def _arg_to_json(arg: Arg) -> Json:
+    if isinstance(arg, tuple):
+        return [_arg_to_json(item) for item in arg]
+    if isinstance(arg, Ref):
+        return {"tensor": arg.tensor}
+    if isinstance(arg, Symbol):
+        return {arg.kind: arg.text}
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return {"float": repr(arg)}  # JSON has no infinity; attention masks do
+    return arg
+
+
+# Reading --------------------------------------------------------------------------------------------
+
+
+def graph_from_json(json_graph: Reader) -> Graph:
+    """What `graph_to_json` wrote; every field is of its type, and nothing more is checked."""
+    return Graph(
+        name=json_graph["name"].of(str),
+        origin=json_graph["origin"].choice(Origin),
+        device=json_graph["device"].of(str),
+        profiled_on=json_graph["profiled_on"].optional(str),
+        notes=json_graph["notes"].many(lambda note: note.of(str)),
+        assumptions=json_graph["assumptions"].many(lambda assumption: assumption.of(str)),
+        outputs=frozenset(json_graph["outputs"].ints()),
+        results=json_graph["results"].many(_result_from_json),
+        values=tuple(_numbered(json_graph["values"], _value_from_json)),
+        tensors=tuple(_numbered(json_graph["tensors"], _tensor_from_json)),
+        ops=tuple(_numbered(json_graph["ops"], _op_from_json)),
+    )
+
+
+def _numbered(table: Reader, read: Callable[[int, Reader], T]) -> Iterable[T]:
+    return (read(position, entry) for position, entry in enumerate(table.many(lambda entry: entry)))
+
+
+def _value_from_json(position: int, entry: Reader) -> Value:
+    return Value(
+        id=position,
+        bytes=entry["bytes"].of(int),
+        role=entry["role"].choice(Role),
+        name=entry["name"].of(str),
+        module=entry["module"].of(str),
+        device=entry["device"].of(str),
+    )
+
+
+def _tensor_from_json(position: int, entry: Reader) -> Tensor:
+    fields = entry.many(lambda field: field)
+    if len(fields) != 5:
+        raise Unexpected(f"{entry.where} should have 5 fields, found {len(fields)}")
+    value, shape, stride, offset, dtype = fields
+    return Tensor(position, value.of(int), shape.ints(), stride.ints(), offset.of(int), dtype.of(str))
+
+
+def _result_from_json(entry: Reader) -> tuple[str, int]:
+    fields = entry.many(lambda field: field)
+    if len(fields) != 2:
+        raise Unexpected(f"{entry.where} should be a name and a tensor, found {len(fields)} fields")
+    return fields[0].of(str), fields[1].of(int)
+
+
+def _op_from_json(position: int, entry: Reader) -> Op:
+    kwargs: Mapping[str, Json] = entry["kwargs"].of(dict)
+    return Op(
+        id=position,
+        target=entry["target"].of(str),
+        args=entry["args"].many(_arg_from_json),
+        kwargs=tuple((name, _arg_from_json(entry["kwargs"][name])) for name in kwargs),
+        outputs=entry["outputs"].many(lambda output: output.optional(int)),
+        reads=entry["reads"].ints(),
+        creates=entry["creates"].ints(),
+        mutates=entry["mutates"].ints(),
+        updates=entry["updates"].ints(),
+        phase=entry["phase"].choice(Phase),
+        module=entry["module"].of(str),
+        call=entry["call"].of(int),
+        section=entry["section"].of(int),
+        random=entry["random"].of(bool),
+        workspace_bytes=entry["workspace_bytes"].of(int),
+        seconds=float(entry["seconds"].number()),
+        extrapolated=entry["extrapolated"].of(bool),
+    )
+
+
+def _arg_from_json(entry: Reader) -> Arg:
+    found = entry.json_value
+    if isinstance(found, list):
+        return entry.many(_arg_from_json)
+    if not isinstance(found, dict):
+        return found
+    if len(found) != 1:
+        raise Unexpected(f"{entry.where} should name one thing, found {len(found)}")
+    (kind,) = found
+    if kind == "tensor":
+        return Ref(entry["tensor"].of(int))
+    text = entry[kind].of(str)
+    if kind != "float":
+        return Symbol(kind, text)
+    if text not in ("inf", "-inf", "nan"):
+        raise Unexpected(f"{entry.where} is no float: {text!r:.40}")
+    return float(text)
+
+
+def schedule_from_json(entry: Reader) -> Schedule:
+    """What `schedule_to_json` wrote."""
+
+    def step(code: int) -> Step:
+        return Compute(code) if code >= 0 else Free(-code - 1)
+
+    return Schedule(tuple(step(code) for code in entry.ints()))

@@ -1,0 +1,122 @@
+"""The rules a graph must obey, each with the message that names the op which breaks it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from lowtide.errors import MalformedGraph
+from lowtide.ir.graph import Graph, Op, Tensor, Value, argument_tensors
+
+_ITEM_BITS = re.compile(r"(?<!\d)(\d{1,3})(?!\d)")
+_ITEM_BYTES = {"bool": 1, "complex64": 8, "complex128": 16, "complex32": 4}
+
+
+def validate(graph: Graph) -> Graph:
+    """Return `graph` unchanged if it is well formed.
+
+    Raises:
+        MalformedGraph: it is not; the message names the op, value or tensor and the rule.
+    """
+    _validate_tables(graph)
+    created: set[int] = set()
+    creators = graph.creator
+    for op in graph.ops:
+        _validate_op(graph, op)
+        for value in (*op.reads, *(set(op.mutates) - set(op.creates))):
+            if value in creators and value not in created:
+                raise MalformedGraph(
+                    f"{_named(op)} reads value {value} before {_named(graph.ops[creators[value]])} creates it"
+                )
+        for value in op.creates:
+            if value in created:
+                raise MalformedGraph(f"{_named(op)} creates value {value}, which already exists")
+            created.add(value)
+    for value in graph.outputs:
+        if not 0 <= value < len(graph.values):
+            raise MalformedGraph(f"the graph's outputs name value {value}, which is not in the graph")
+    for name, tensor in graph.results:
+        if not 0 <= tensor < len(graph.tensors):
+            raise MalformedGraph(f"the graph's result '{name}' is tensor {tensor}, which is not in the graph")
+    return graph
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element: 4 for 'float32', 1 for 'float8_e4m3fn', 8 for 'int64'."""
+    if dtype in _ITEM_BYTES:
+        return _ITEM_BYTES[dtype]
+    bits = _ITEM_BITS.search(dtype)
+    if bits is None:
+        raise MalformedGraph(f"'{dtype}' is not a dtype")
+    return max(1, int(bits[1]) // 8)
+
+
+def extent_bytes(tensor: Tensor) -> int:
+    """How far into its value a tensor reaches."""
+    if math.prod(tensor.shape) == 0:
+        return 0
+    last = tensor.offset + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True)
+    )
+    return (last + 1) * item_bytes(tensor.dtype)
+
+
+def _validate_tables(graph: Graph) -> None:
+    for table in (graph.ops, graph.values, graph.tensors):
+        _validate_ids(table)
+    for value in graph.values:
+        if value.bytes < 0:
+            raise MalformedGraph(f"value {value.id} ('{value.name}') has {value.bytes} bytes")
+    for tensor in graph.tensors:
+        if not 0 <= tensor.value < len(graph.values):
+            raise MalformedGraph(
+                f"tensor {tensor.id} looks at value {tensor.value}, which is not in the graph"
+            )
+        if (
+            len(tensor.shape) != len(tensor.stride)
+            or min(*tensor.shape, *tensor.stride, tensor.offset, 0) < 0
+        ):
+            raise MalformedGraph(f"tensor {tensor.id} has an impossible shape, stride or offset")
+        value = graph.values[tensor.value]
+        if extent_bytes(tensor) > value.bytes:
+            raise MalformedGraph(
+                f"tensor {tensor.id} reaches {extent_bytes(tensor)} bytes into value {value.id} "
+                f"('{value.name}'), which has {value.bytes}"
+            )
+
+
+def _validate_ids(table: Sequence[Op | Value | Tensor]) -> None:
+    for position, entry in enumerate(table):
+        if entry.id != position:
+            kind = type(entry).__name__.lower()
+            raise MalformedGraph(f"{kind} {position} carries the id {entry.id}; ids are positions")
+
+
+def _validate_op(graph: Graph, op: Op) -> None:
+    for tensor in (*argument_tensors(op), *(out for out in op.outputs if out is not None)):
+        if not 0 <= tensor < len(graph.tensors):
+            raise MalformedGraph(f"{_named(op)} names tensor {tensor}, which is not in the graph")
+    for value in (*op.reads, *op.creates, *op.mutates, *op.updates):
+        if not 0 <= value < len(graph.values):
+            raise MalformedGraph(f"{_named(op)} names value {value}, which is not in the graph")
+    seen = {graph.tensors[tensor].value for tensor in argument_tensors(op)}
+    made = {graph.tensors[tensor].value for tensor in op.outputs if tensor is not None}
+    if unseen := set(op.reads) - seen:
+        raise MalformedGraph(f"{_named(op)} reads value {min(unseen)}, which none of its arguments look at")
+    if unmade := set(op.creates) - made:
+        raise MalformedGraph(f"{_named(op)} creates value {min(unmade)}, which is not among its outputs")
+    if op.updates and (own := set(op.updates) & {*graph.creator, *op.reads, *op.mutates}):
+        raise MalformedGraph(
+            f"{_named(op)} updates value {min(own)}, which is not resident, or which it reads or mutates too"
+        )
+    if strange := {*op.mutates, *op.updates} - seen - made:
+        raise MalformedGraph(f"{_named(op)} mutates value {min(strange)}, which is not among its arguments")
+    if op.workspace_bytes < 0 or not (op.seconds >= 0 and math.isfinite(op.seconds)):
+        raise MalformedGraph(
+            f"{_named(op)} costs {op.workspace_bytes} bytes of workspace and {op.seconds} seconds"
+        )
+
+
+def _named(op: Op) -> str:
+    return f"op {op.id} ({op.label})"

@@ -1,0 +1,1 @@
+"""A graph's memory as one teaches it."""

@@ -1,0 +1,1 @@
+"""From a model and a budget to a plan that has been tried out."""

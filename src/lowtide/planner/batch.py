@@ -1,0 +1,209 @@
+"""The largest batch: how many samples a step can take within some memory, as it is and with a plan.
+
+    sample   the step is captured and profiled at two small batches
+    scale    every value, workspace and time follows from these along a line, at any batch
+    search   the largest batch that fits is looked for among steps that were never captured
+    settle   the step is captured at that batch. Where it is not what was expected, the search begins again
+
+Nothing runs but the single ops of a profile, so there is nothing that could run out of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.cost.measure import Reading, measure, present_device
+from lowtide.errors import BadRequest, InfeasibleBudget
+from lowtide.execute.apply import apply
+from lowtide.planner.batch_search import Plain, Planned, Reached, settled
+from lowtide.planner.batch_steps import MOST, Asked, Batch, BatchOf, Steps, Telling
+from lowtide.planner.fit import Progress
+from lowtide.solvers import default_method, is_scheduler, schedulers, solve
+from lowtide.solvers.method import Scheduler
+from lowtide.solvers.refereed import LOWEST
+from lowtide.text.units import parse_bytes
+from lowtide.trace.step import Loss, Updates, optimizer_of, training_step
+
+_WARM_UP = 2  # libraries set themselves up in the first steps, and optimizers make their states
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest batches that fit in some memory: of the step as it is written, and with a plan.
+
+    `plain` is None if not even the smallest batch fits without a plan, `planned` if none fits within the
+    time limit. `sampled` are the batches that everything was scaled from, `captured` all at which the step
+    was traced, `scaled` whether the answer was found along lines. `notes` say what went otherwise.
+    """
+
+    model: str
+    device: str
+    memory_bytes: int
+    plain: Reached | None
+    planned: Reached | None
+    sampled: tuple[int, ...]
+    captured: tuple[int, ...]
+    scaled: bool
+    optimizer: str | None = None
+    accumulate: int = 1
+    time_limit: float | None = None
+    multiple_of: int = 1
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the plan itself, as JSON can hold it."""
+        return {
+            "model": self.model,
+            "device": self.device,
+            "optimizer": self.optimizer,
+            "accumulate": self.accumulate,
+            "memory_bytes": self.memory_bytes,
+            "time_limit": self.time_limit,
+            "multiple_of": self.multiple_of,
+            "plain": None if self.plain is None else self.plain.to_json(),
+            "planned": None if self.planned is None else self.planned.to_json(),
+            "sampled": list(self.sampled),
+            "captured": list(self.captured),
+            "scaled": self.scaled,
+            "notes": list(self.notes),
+        }
+
+
+def largest_batch(
+    model: nn.Module,
+    batch_of: BatchOf,
+    *,
+    memory: str | int,
+    loss: Loss | None = None,
+    time_limit: float | None = None,
+    optimizer: Updates | None = None,
+    accumulate: int = 1,
+    multiple_of: int = 1,
+    device: str | torch.device | None = None,
+    profile: bool = True,
+    method: str | Scheduler | None = None,
+    name: str | None = None,
+    progress: Progress | None = None,
+    telling: Telling | None = None,
+) -> LargestBatch:
+    """The largest batch that trains within `memory`, as the step is written and with a plan.
+
+    `batch_of(n)` is an example of n samples: `lambda n: torch.empty(n, 3, 224, 224, device="meta")`. Only its
+    shapes matter, so tensors on meta do. Where the loss depends on the batch as well, return
+    `Batch(example, loss)`. The step, `optimizer`, `accumulate`, `device` and `profile` are as in
+    `lowtide.plan`. Batches are multiples of `multiple_of`, and 2**20 at most.
+
+    With a `time_limit` of 1.2, a planned step takes 1.2 times as long as without recomputation, at most.
+
+    Both answers have been captured at the batch that is given, and their promised bytes are within `memory`.
+    At the next batch the search found nothing that fits. On a CPU, workspaces and times of steps that take
+    more than two seconds are those of the two small batches that were profiled, scaled; otherwise, and on a
+    GPU that is here, ops are run at the answer again. For a GPU that is not here times are estimates (see
+    `lowtide.cost.roofline`).
+    `progress(done, of)` is called while ops are profiled, `telling(text)` when something else begins.
+
+    Raises:
+        InfeasibleBudget: not even the smallest batch fits; the error carries the least that it needs.
+        BadRequest: an argument makes no sense, or there are no times to hold a time limit against.
+        CannotTrace, CannotCapture: as in `lowtide.plan`.
+    """
+    chosen = method or default_method(memory)
+    _check(chosen, time_limit, multiple_of)
+    asked = Asked(
+        model, batch_of, loss, optimizer, accumulate, multiple_of, device, profile, name, progress, telling
+    )
+    memory_bytes = parse_bytes(memory)
+    steps = Steps(asked, memory_bytes)
+    plain = settled(steps, Plain(memory_bytes), 1)
+    planned = settled(steps, Planned(memory_bytes, chosen, time_limit), plain.batch if plain else 1)
+    if planned is None:
+        _refuse_if_hopeless(steps, memory_bytes, chosen)
+    return LargestBatch(
+        model=name or type(model).__name__,
+        device=steps.device,
+        memory_bytes=memory_bytes,
+        plain=plain,
+        planned=planned,
+        sampled=steps.sampled,
+        captured=tuple(sorted(steps.seen)),
+        scaled=steps.lines is not None,
+        optimizer=optimizer if isinstance(optimizer, str | None) else type(optimizer).__name__,
+        accumulate=accumulate,
+        time_limit=time_limit,
+        multiple_of=multiple_of,
+        notes=(*steps.notes, *_remarks(steps, plain, planned, time_limit)),
+    )
+
+
+def measure_reached(
+    reached: Reached, model: nn.Module, batch: Batch, *, optimizer: Updates | None, device: str | torch.device
+) -> Reading:
+    """Train `model` for real on `batch`, under the plan of `reached` if it has one, and measure a step.
+
+    The model is trained, and keeps the plan. Gradients of the steps before are gone when it is measured.
+
+    Raises:
+        DeviceMissing: the device is not on this machine.
+    """
+    where = present_device(device, "measure")
+    if reached.solution is not None:
+        apply(model, reached.solution)
+    step = training_step(model, batch.example, batch.loss, optimizer_of(optimizer, model, where))
+
+    def fresh_step() -> None:
+        model.zero_grad(set_to_none=True)
+        step()
+
+    for _ in range(_WARM_UP):
+        fresh_step()
+    model.zero_grad(set_to_none=True)
+    return measure(fresh_step, device=where, timed=1)
+
+
+def _check(method: str | Scheduler, time_limit: float | None, multiple_of: int) -> None:
+    if not is_scheduler(method):
+        raise BadRequest(
+            f"{method} plans layers, and the largest batch is planned op by op. "
+            f"These do: {', '.join(schedulers())}."
+        )
+    if time_limit is not None and not time_limit >= 1:
+        raise BadRequest(
+            f"a time limit of {time_limit} cannot be kept: it is how many times as long a step may take as "
+            "without recomputation. Give 1.2 for a fifth more."
+        )
+    if multiple_of < 1:
+        raise BadRequest(f"a batch cannot be a multiple of {multiple_of}. Give a whole number of at least 1.")
+
+
+def _refuse_if_hopeless(steps: Steps, memory_bytes: int, method: str | Scheduler) -> None:
+    """Raise InfeasibleBudget if the smallest batch cannot be had at any price."""
+    smallest = steps.captured(steps.unit)
+    least = solve(smallest.graph, method, LOWEST)
+    needed = smallest.promised_bytes(least)
+    if needed > memory_bytes:
+        running = least.timeline.peak_op
+        raise InfeasibleBudget(
+            least.method,
+            memory_bytes,
+            needed,
+            "what is always there" if running is None else running.label,
+            f"That is for a batch of {steps.unit}, the smallest. Give more memory, a smaller model, or an "
+            "optimizer with less state.",
+        )
+
+
+def _remarks(
+    steps: Steps, plain: Reached | None, planned: Reached | None, time_limit: float | None
+) -> list[str]:
+    found = []
+    if any(reached is not None and reached.batch + steps.unit > MOST for reached in (plain, planned)):
+        found.append(f"batches larger than {MOST} were not looked for")
+    if plain is not None and planned is not None and planned.batch <= plain.batch:
+        found.append("a plan makes no larger batch fit: what is needed at the peak cannot be recomputed")
+    if planned is None:
+        found.append(f"no plan is within the memory and {time_limit} times the time, at any batch")
+    return found

@@ -1,0 +1,296 @@
+"""Will it fit? One training step, predicted: what it holds at its peak, and whether a budget holds that."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lowtide.cost.cuda_rules import CONTEXT_BYTES, price
+from lowtide.cost.profile import profile as run_each_op
+from lowtide.cost.roofline import with_estimated_seconds
+from lowtide.errors import BadRequest, LowtideError
+from lowtide.ir.cuda_allocator import cached
+from lowtide.ir.graph import Graph, Op
+from lowtide.ir.simulate import Category
+from lowtide.text.units import format_bytes, parse_bytes
+from lowtide.trace.dry_run import Trace, dry_run
+from lowtide.trace.step import CALLS_USERS_CODE, Example, Loss, Updates, optimizer_of, training_step
+from lowtide.trace.user_lines import OURS, is_users, shortened
+
+Progress: TypeAlias = Callable[[int, int], None]  # ops done, ops in all
+
+_NO_WORKSPACES = (
+    "workspaces are not included: the step was not profiled, and kernels (convolutions above all) "
+    "take memory of their own while they run"
+)
+_BY_RULE = (
+    "workspaces are those that CUDA's kernels are known to take: this machine has no such device to "
+    "profile them on"
+)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a training step will hold, and whether a budget holds that.
+
+    Everything is read off `trace`, so the numbers cannot disagree. `reserved_bytes` is the most that
+    PyTorch's caching allocator will take from the device (as in `Reading`), `context_bytes` what CUDA
+    itself takes; both are None on the CPU, and neither is part of the peak or the budget.
+    """
+
+    model: str
+    trace: Trace = field(repr=False)  # thousands of ops
+    predicted_on: str
+    profiled: bool  # whether the kernels' workspaces were found by running them
+    optimizer: str | None = None
+    budget_bytes: int | None = None
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+
+    @property
+    def device(self) -> str:
+        """Where the step will run."""
+        return self.trace.graph.device
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes the step holds at once."""
+        return self.trace.timeline.peak_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is there before the step begins: parameters, batch, gradients and states of earlier steps."""
+        return self.trace.timeline.resident_bytes
+
+    @property
+    def categories(self) -> Mapping[Category, int]:
+        """Bytes at the peak by category. They sum to `peak_bytes`."""
+        return self.trace.timeline.categories
+
+    @property
+    def modules(self) -> Mapping[str, int]:
+        """Bytes at the peak by module path, largest first; '' is what no submodule owns. They sum to it."""
+        return self.trace.timeline.modules
+
+    @property
+    def peak_op(self) -> Op | None:
+        """The op that runs at the peak; None if the peak is what is there before the step begins."""
+        return self.trace.timeline.peak_op
+
+    @property
+    def workspaces_from(self) -> str | None:
+        """Where the kernels' own workspaces were learnt; None if they are not included."""
+        return self.trace.graph.profiled_on
+
+    @property
+    def extrapolated(self) -> int:
+        """How many ops were too large to be run here and have costs from smaller batches."""
+        return sum(op.extrapolated for op in self.trace.graph.ops)
+
+    @property
+    def margin_bytes(self) -> int | None:
+        """What the budget leaves over; negative if it is exceeded, None without a budget."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.peak_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the budget; None without a budget."""
+        return None if self.margin_bytes is None else self.margin_bytes >= 0
+
+    @property
+    def card_bytes(self) -> int | None:
+        """What a card must have for the step to run: reserved memory and context. None on the CPU."""
+        if self.reserved_bytes is None or self.context_bytes is None:
+            return None
+        return self.reserved_bytes + self.context_bytes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the prediction does not know, in words."""
+        own = [] if self.profiled else [_NO_WORKSPACES if self.workspaces_from is None else _BY_RULE]
+        if self.extrapolated:
+            own.append(f"the workspaces of {self.extrapolated} ops are extrapolated from smaller batches")
+        if self.fits and self.card_bytes is not None and self.card_bytes > (self.budget_bytes or 0):
+            own.append(
+                f"the peak is within the budget, but a card needs {format_bytes(self.card_bytes)}: "
+                "what PyTorch reserves and the CUDA context come on top. expandable_segments reserves less"
+            )
+        return (*own, *self.trace.graph.notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the trace itself, as JSON can hold it."""
+        op = self.peak_op
+        return {
+            "model": self.model,
+            "device": self.device,
+            "optimizer": self.optimizer,
+            "peak_bytes": self.peak_bytes,
+            "resident_bytes": self.resident_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "context_bytes": self.context_bytes,
+            "categories": {category.value: held for category, held in self.categories.items()},
+            "modules": dict(self.modules),
+            "peak_op": None if op is None else _op_to_json(op),
+            "predicted_on": self.predicted_on,
+            "profiled": self.profiled,
+            "workspaces_from": self.workspaces_from,
+            "extrapolated": self.extrapolated,
+            "budget_bytes": self.budget_bytes,
+            "fits": self.fits,
+            "margin_bytes": self.margin_bytes,
+            "notes": list(self.notes),
+        }
+
+
+def fit(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None = None,
+    *,
+    optimizer: str | None = None,
+    device: str | torch.device | None = None,
+    budget: str | int | None = None,
+    profile: bool = True,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Fit:
+    """Predict what training `model` on a batch like `example` will hold at its peak.
+
+    The step is zero_grad, forward, loss, backward and `optimizer` ("sgd", "momentum", "adam", "adamw")
+    once its states exist; without an optimizer it is forward, loss and backward into empty gradients.
+    It runs on fake tensors: nothing is allocated and the model stays as it is. `example` is a tuple of
+    arguments, a dict of keyword arguments or a single tensor; `loss` makes a number of the model's output
+    and may be left out if the output is that number or carries it (`.loss`, `["loss"]`, first of a tuple).
+
+    `device` is where the step will run, by default where the model is. With `profile`, each distinct op is
+    run once for the workspace its kernel takes, and `progress(done, of)` is called meanwhile; if the device
+    is not on this machine, workspaces are those that CUDA's kernels are known to take. Without it they are
+    missing from the peak. `notes` say which.
+
+    Raises:
+        BadRequest: an argument makes no sense, the step has no loss, or the model itself raises; then the
+            message is its traceback, shortened to the user's frames.
+        CannotTrace: the dry run cannot follow the step.
+    """
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    trace = trace_training(
+        model,
+        example,
+        loss,
+        optimizer=optimizer,
+        device=device,
+        profile=profile,
+        name=name,
+        progress=progress,
+    )
+    here = _is_here(trace.graph.device)
+    return Fit(
+        model=name or type(model).__name__,
+        trace=trace,
+        predicted_on=_predicted_on(trace, here),
+        profiled=profile and here,
+        optimizer=optimizer,
+        budget_bytes=budget_bytes,
+        reserved_bytes=_reserved(trace),
+        context_bytes=CONTEXT_BYTES if trace.graph.device.startswith("cuda") else None,
+    )
+
+
+def trace_training(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None = None,
+    *,
+    optimizer: Updates | None = None,
+    device: str | torch.device | None = None,
+    profile: bool = True,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Trace:
+    """A dry run of the step that `fit` describes, with the costs of its ops if `profile`."""
+    updates = optimizer_of(optimizer, model, device)
+    step = training_step(model, example, loss, updates)
+    with empty_gradients(model), blaming_the_users_code():
+        trace = dry_run(
+            step, model=model, optimizer=updates, device=device, warmup=0 if updates is None else 1, name=name
+        )
+    return replace(trace, graph=with_costs(trace.graph, progress)) if profile else trace
+
+
+@contextmanager
+def empty_gradients(model: nn.Module) -> Iterator[None]:
+    """Without the gradients that an earlier step has left, while the block runs."""
+    left = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in left:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in left:
+            parameter.grad = gradient
+
+
+@contextmanager
+def blaming_the_users_code() -> Iterator[None]:
+    """Turn what the user's code raises while the block runs into BadRequest, with the user's own frames."""
+    try:
+        yield
+    except LowtideError:
+        raise
+    except Exception as error:  # the model and the loss are the user's code and may raise anything
+        if _is_lowtides_bug(error):
+            raise
+        raise BadRequest(f"the training step raised an error.\n{shortened(error)}") from error
+
+
+def _is_lowtides_bug(error: Exception) -> bool:
+    """Whether an error comes from lowtide itself; the file that calls the user's code excepted."""
+    origin = traceback.extract_tb(error.__traceback__)[-1].filename
+    inside = origin.startswith(f"{OURS}/") and not is_users(origin)
+    return inside and origin != CALLS_USERS_CODE
+
+
+# Costs -----------------------------------------------------------------------------------------------
+
+
+def with_costs(graph: Graph, progress: Progress | None = None) -> Graph:
+    """`graph` with costs: measured where its device is, else those that are known of it."""
+    return run_each_op(graph, progress=progress) if _is_here(graph.device) else with_costs_by_rule(graph)
+
+
+def with_costs_by_rule(graph: Graph) -> Graph:
+    """`graph`, which is for CUDA, with the workspaces that are known, and seconds that are estimated."""
+    return with_estimated_seconds(price(graph))
+
+
+def _is_here(device: str) -> bool:
+    return not device.startswith("cuda") or torch.cuda.is_available()
+
+
+def _reserved(trace: Trace) -> int | None:
+    """What the caching allocator takes from the device; the CPU has none."""
+    on_cuda = trace.graph.device.startswith("cuda")
+    return cached(trace.graph, trace.schedule).reserved_bytes if on_cuda else None
+
+
+def _predicted_on(trace: Trace, here: bool) -> str:
+    place = trace.graph.device if here else "cpu"
+    costs = "profile" if here else trace.graph.profiled_on
+    how = "dry run" if trace.graph.profiled_on is None else f"dry run and {costs}"
+    return f"{place}, {how}, torch {torch.__version__.partition('+')[0]}"
+
+
+def _op_to_json(op: Op) -> dict[str, Any]:
+    return {
+        "label": op.label,
+        "target": op.target,
+        "module": op.module,
+        "phase": op.phase.value,
+        "workspace_bytes": op.workspace_bytes,
+    }

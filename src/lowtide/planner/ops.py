@@ -1,0 +1,163 @@
+"""A budget for a training step, kept op by op: trace, capture, profile, solve, and replay.
+
+The plain step is traced and captured once, whatever is asked afterwards.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from lowtide.aot.step_graph import step_graph
+from lowtide.errors import InfeasibleBudget
+from lowtide.execute.apply import set_aside
+from lowtide.execute.identity import fingerprint
+from lowtide.execute.ops_forward import circumstances
+from lowtide.ir.cuda_allocator import cached
+from lowtide.ir.graph import Graph
+from lowtide.ir.schedule import Schedule
+from lowtide.ir.simulate import simulate
+from lowtide.planner.fit import Progress, trace_training
+from lowtide.solvers import solve
+from lowtide.solvers.method import Scheduler
+from lowtide.solvers.refereed import LOWEST, SINGLE_OPS
+from lowtide.solvers.solution import GraphSolution
+from lowtide.text.units import parse_budget
+from lowtide.trace.dry_run import Trace
+from lowtide.trace.step import Example, Loss, Updates, arguments
+
+_TRIES = 6
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """A model, a batch and a step over them, to be planned op by op."""
+
+    model: nn.Module
+    example: Example
+    loss: Loss | None = None
+    optimizer: Updates | None = None
+    accumulate: int = 1
+    device: str | torch.device | None = None
+    profile: bool = True
+    name: str | None = None
+    progress: Progress | None = None
+
+    def surrounded(self, graph: Graph) -> Graph:
+        """`graph` with what is held beside the step all the time: nothing, unless an engine holds some."""
+        return graph
+
+    @cached_property
+    def plain(self) -> Trace:
+        """The step as the user wrote it, without a plan."""
+        return replace(self._alone, graph=self.surrounded(self._alone.graph))
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        """The plain model while the block runs; afterwards with the plan that it had before, if any."""
+        return set_aside(self.model)
+
+    @cached_property
+    def _alone(self) -> Trace:
+        with self.set_aside():
+            return trace_training(
+                self.model,
+                self.example,
+                self.loss,
+                optimizer=self.optimizer,
+                device=self.device,
+                profile=self.profile,
+                name=self.name,
+                progress=self.progress,
+            )
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The step as it runs op by op."""
+        with self.set_aside():
+            graph = step_graph(
+                self.model,
+                self.example,
+                self.loss,
+                self._alone,
+                accumulate=self.accumulate,
+                device=self.device,
+                profile=self.profile,
+                name=self.name,
+                progress=self.progress,
+            )
+        return self.surrounded(graph)
+
+    @property
+    def plain_peak_bytes(self) -> int:
+        """What the device's allocator will say that the plain step held."""
+        return _allocated_bytes(self.plain.graph, self.plain.schedule)
+
+    def bytes_of(self, budget: str | int | None) -> int | None:
+        """The bytes that a budget means; None for the lowest peak there is."""
+        if budget is None or budget == LOWEST:
+            return None
+        return parse_budget(budget, self.plain_peak_bytes)
+
+    def solve(self, method: str | Scheduler, budget: str | int | None) -> GraphSolution:
+        """A schedule that stays within the budget: bytes, a part of the plain peak ("60%") or "min".
+
+        On CUDA it stays a hundredth of what is not resident below: see `promised_bytes`.
+
+        Raises:
+            InfeasibleBudget: the method finds none.
+        """
+        wanted = self.bytes_of(budget)
+        if wanted is None:
+            return self._labelled(solve(self.graph, method, LOWEST), None)
+        aim = wanted
+        for _ in range(_TRIES):
+            try:
+                solution = solve(self.graph, method, aim)
+            except InfeasibleBudget:
+                break
+            excess = self.promised_bytes(solution) - wanted
+            if excess <= 0:
+                return self._labelled(solution, wanted)
+            aim = solution.peak_bytes - excess
+        least = solve(self.graph, method, LOWEST)
+        if self.promised_bytes(least) <= wanted:
+            return self._labelled(least, wanted)
+        running = least.timeline.peak_op
+        needed_by = "what is always there" if running is None else running.label
+        raise InfeasibleBudget(least.method, wanted, self.promised_bytes(least), needed_by, SINGLE_OPS)
+
+    def promised_bytes(self, solution: GraphSolution) -> int:
+        """What a budget must hold: on CUDA a hundredth more than predicted, beside what is resident.
+
+        There the allocator may hand out a block larger than asked for, by up to 1 MiB, and which one it
+        has at hand depends on everything that the process did before.
+        """
+        peak_bytes = _allocated_bytes(self.graph, solution.schedule)
+        if not self.graph.device.startswith("cuda"):
+            return peak_bytes
+        return peak_bytes + (peak_bytes - solution.timeline.resident_bytes) // 100
+
+    def _labelled(self, solution: GraphSolution, budget_bytes: int | None) -> GraphSolution:
+        """`solution`, with what is needed to apply it to the model."""
+        args, kwargs = arguments(self.example)
+        device = self.graph.device.partition(":")[0]
+        return replace(
+            solution,
+            budget_bytes=budget_bytes,
+            plain_peak_bytes=self.plain_peak_bytes,
+            fingerprint=fingerprint(self.model),
+            inputs=circumstances(list(self.model.named_parameters()), args, kwargs, device),
+            torch_version=torch.__version__.partition("+")[0],
+        )
+
+
+def _allocated_bytes(graph: Graph, schedule: Schedule) -> int:
+    """What the device's allocator will say it held: CUDA's may hand out blocks larger than asked for."""
+    peak_bytes = simulate(graph, schedule).peak_bytes
+    if not graph.device.startswith("cuda"):
+        return peak_bytes
+    return max(peak_bytes, cached(graph, schedule).allocated_bytes)

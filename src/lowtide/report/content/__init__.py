@@ -1,0 +1,1 @@
+"""What a report has to tell, before anybody has decided how to show it."""

@@ -1,0 +1,1 @@
+"""What was found, as data for other viewers."""

@@ -1,0 +1,1 @@
+"""Methods for chains of layers, one file per source."""

@@ -1,0 +1,1 @@
+"""Methods for captured graphs, op by op."""

@@ -1,0 +1,160 @@
+"""The search behind `evict` and `auto`: the schedules worth having from the plain one to the lowest.
+
+It goes down a ladder of peaks and does not know of any budget: what it finds is the same for all of them.
+
+    descend   from some start, level after level, as far as it gets
+    polish    the best schedule of each level, improved
+    sink      further down than the last level that was reached
+    fill      what lies between two levels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from lowtide.solvers.ops.search.encode import change_to, codes_in, slots_of
+from lowtide.solvers.ops.search.lower_bound import must_hold
+from lowtide.solvers.ops.search.memory import highest
+from lowtide.solvers.ops.search.moves import is_in_place, relax
+from lowtide.solvers.ops.search.pareto import Front, Seen
+from lowtide.solvers.ops.search.repair import NO_LIMIT, improve, shrink
+from lowtide.solvers.ops.search.state import Numbers, Work
+
+NOTHING: Numbers = np.empty(0, np.int64)
+WIDTH = 12  # candidates that are tried before one is taken
+LEVELS = 64
+PASSES = 2  # down the ladder and up again
+HALVINGS = 5  # of the way to a peak that is out of reach
+BETWEEN = 4  # parts into which the way from one level to the next is cut at last
+DEEPEST = 50  # no level is below this part of the plain peak
+
+
+class Explorer:
+    """A search over the schedules of one graph; `front` is what it has found so far."""
+
+    def __init__(self, work: Work, costs: Sequence[float]) -> None:
+        self.work = work
+        self.costs = np.asarray(costs, np.float64)
+        self.slots = slots_of(work)
+        self.front = Front()
+        self.plain_bytes = int(highest(work, self.slots))
+        self.floor_bytes = int(must_hold(work).max(initial=0))
+        self.note()
+
+    def note(self) -> None:
+        """Remember the schedule as it stands, if it is worth it and may be executed so."""
+        codes = codes_in(self.slots)
+        peak_bytes = int(highest(self.work, self.slots))
+        cost = float(self.costs[codes // len(self.costs)].sum()), len(codes)
+        if self.front.wants(peak_bytes, cost) and is_in_place(self.work, self.slots):
+            self.front.add(Seen(peak_bytes, cost, codes))
+
+    def begin(self, codes: Numbers) -> None:
+        """Go on from there."""
+        change_to(self.work, self.slots, codes)
+
+    def shrink(self, level: int, merge: bool, effort: int) -> bool:
+        """Get down to `level`, and give back what can be given back there; False if it is stuck above."""
+        self.slots.journal_count[0] = 0
+        reached = shrink(self.work, self.slots, level, merge, WIDTH, NO_LIMIT, 0.0, effort)
+        self.slots.journal_count[0] = 0
+        if reached:
+            relax(self.work, self.slots, level)
+        self.slots.journal_count[0] = 0
+        self.note()
+        return bool(reached)
+
+    def improve(self, level: int, effort: int) -> None:
+        """Try other ways to be at `level`, or nearer to it."""
+        improve(self.work, self.slots, level, effort, WIDTH)
+        self.note()
+
+    def descend(self, levels: Sequence[int], merge: bool, effort: int) -> None:
+        """From where it stands down to the first level that it cannot reach."""
+        stop = self.slots.spent[0] + effort
+        here = int(highest(self.work, self.slots))
+        for level in [here, *(level for level in levels if level < here)]:
+            left = int(stop - self.slots.spent[0])
+            if left <= 0 or not self.shrink(level, merge, left):
+                break
+
+    def polish(self, levels: Iterable[int], effort: int) -> None:
+        """Level after level, improve the better of the best so far and what the level before leads to."""
+        for level in levels:
+            self.shrink(level, merge=False, effort=effort)
+            self.begin((self.front.best(level) or self.front.seen[0]).codes)
+            self.improve(level, effort)
+            if self.front.seen[0].peak_bytes > level:
+                break
+
+    def sink(self, beyond: int, effort: int) -> None:
+        """Halve, a few times, what lies between the lowest peak so far and one that is out of reach."""
+        for _ in range(HALVINGS):
+            lowest = self.front.seen[0]
+            middle = (lowest.peak_bytes + beyond) // 2
+            if not beyond < middle < lowest.peak_bytes:
+                break
+            self.begin(lowest.codes)
+            self.improve(middle, effort)
+            if self.front.seen[0].peak_bytes > middle:
+                beyond = middle
+        self.begin(self.front.seen[0].codes)
+        self.improve(self.front.seen[0].peak_bytes, effort)
+
+    def fill(self, levels: Sequence[int]) -> None:
+        """Between levels, give back from the best of the lower one what can be given back."""
+        for high, low in pairwise([self.plain_bytes, *levels]):
+            best = self.front.best(low)
+            if best is None:
+                break
+            self.begin(best.codes)
+            for part in range(1, BETWEEN):
+                self.slots.journal_count[0] = 0
+                relax(self.work, self.slots, low + (high - low) * part // BETWEEN)
+                self.note()
+
+
+def explore(work: Work, costs: Sequence[float], starts: Iterable[Numbers] = ()) -> Front:
+    """The schedules worth having that a search of fixed length comes upon, begun with nothing run again.
+
+    And with what `starts` run again. `costs` are those of the ops. How long the search is depends on the
+    number of ops alone, and what it finds on nothing but the graph.
+    """
+    explorer = Explorer(work, costs)
+    levels = levels_between(explorer.plain_bytes, explorer.floor_bytes, len(work.cost))
+    if not levels or not len(work.evictable):
+        return explorer.front
+    effort = effort_for(len(work.cost))
+    for merge in (False, True):
+        explorer.begin(NOTHING)
+        explorer.descend(levels, merge, effort // 2)
+    for start in starts:
+        explorer.begin(start)
+        explorer.descend(levels, merge=True, effort=effort // 16)
+    each = effort // (2 * PASSES * len(levels))
+    for _ in range(PASSES):
+        explorer.begin(NOTHING)
+        explorer.polish(levels, each)
+        lowest = explorer.front.seen[0].peak_bytes
+        missed = [level for level in levels if level < lowest]
+        explorer.sink(missed[0] if missed else explorer.floor_bytes - 1, effort // 24)
+        explorer.polish(reversed(levels[: len(levels) - len(missed)]), each)
+    explorer.fill(levels)
+    return explorer.front
+
+
+def levels_between(plain_bytes: int, floor_bytes: int, ops: int) -> list[int]:
+    """Peaks to aim for, each by the same part lower than the one before; fewer where they take long."""
+    steps = min(4 * ops, LEVELS, max(16, 64 * 64 * 16 // max(1, ops)))
+    lowest = max(floor_bytes, plain_bytes // DEEPEST, 1)
+    found = [int(plain_bytes * (lowest / max(1, plain_bytes)) ** (step / steps)) for step in range(1, steps)]
+    levels = dict.fromkeys([*found, max(floor_bytes, plain_bytes // DEEPEST)])
+    return [level for level in levels if floor_bytes <= level < plain_bytes]
+
+
+def effort_for(ops: int) -> int:
+    """How much work each part of a search may be; a unit takes about 60 ns where loops are compiled."""
+    return 30_000 * min(ops, 500) + 4_000 * min(max(0, ops - 500), 2500) + 500 * max(0, ops - 3000)

@@ -1,0 +1,51 @@
+"""The best schedules seen so far: none of them both lower and faster than another."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lowtide.solvers.ops.search.state import Numbers
+
+Cost: TypeAlias = tuple[float, int]  # what running again costs; of two that cost the same, how much runs
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A schedule: its peak beside what is resident, what running again costs in it, and what does."""
+
+    peak_bytes: int
+    cost: Cost
+    codes: Numbers  # as `laying.codes_in` writes them
+
+
+@dataclass(slots=True)
+class Front:
+    """Schedules in order of their peaks; each costs less than all that are lower."""
+
+    seen: list[Seen] = field(default_factory=list)
+
+    def wants(self, peak_bytes: int, cost: Cost) -> bool:
+        """Whether no schedule here is as low and as cheap."""
+        place = bisect_right(self.seen, peak_bytes, key=_peak)
+        return place == 0 or self.seen[place - 1].cost > cost
+
+    def add(self, new: Seen) -> None:
+        """Take `new` in, and drop what it makes needless."""
+        if not self.wants(new.peak_bytes, new.cost):
+            return
+        start = bisect_left(self.seen, new.peak_bytes, key=_peak)
+        stop = start
+        while stop < len(self.seen) and self.seen[stop].cost >= new.cost:
+            stop += 1
+        self.seen[start:stop] = [new]
+
+    def best(self, peak_bytes: int) -> Seen | None:
+        """The cheapest that peaks at no more than that."""
+        place = bisect_right(self.seen, peak_bytes, key=_peak)
+        return self.seen[place - 1] if place else None
+
+
+def _peak(seen: Seen) -> int:
+    return seen.peak_bytes

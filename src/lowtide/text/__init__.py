@@ -1,0 +1,1 @@
+"""Words and numbers as people read them, and documents as programs do."""

@@ -1,0 +1,1 @@
+"""The dry run: any training step, followed on fake tensors."""

@@ -1,0 +1,100 @@
+"""The paths that transformers takes in eager PyTorch, taken when its models are traced as well.
+
+Traced, transformers builds attention masks that it does without in eager, because whether it can depends
+on numbers; with a mask attention takes slower kernels, and other ones for grouped heads. Without
+padding it need not look at numbers at all. Whether sequences are packed follows from the positions of the
+tokens: where these do not come from the batch, the dry run has seen the answer, and it is always the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from lowtide.ir.graph import Role
+from lowtide.trace.graph_builder import GraphBuilder
+
+UNPACKED = "transformers: sequences are not packed, and that does not depend on the batch"
+
+
+class Positions:
+    """Watches, in a dry run, how transformers looks for packed sequences."""
+
+    def __init__(self, builder: Callable[[], GraphBuilder]) -> None:
+        self._builder = builder
+        self._answers: list[bool] = []
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the dry run found to be so whatever the batch."""
+        return (UNPACKED,) if self._answers and all(self._answers) else ()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch while the block runs."""
+        masks = sys.modules.get("transformers.masking_utils")
+        look = getattr(masks, "find_packed_sequence_indices", None)
+        if look is None:
+            yield
+            return
+
+        def watch(positions: torch.Tensor) -> Any:
+            packed = look(positions)
+            value = self._builder().value_of(positions)
+            self._answers.append(packed is None and value is not None and not self._is_of_the_batch(value))
+            return packed
+
+        with patch.object(masks, "find_packed_sequence_indices", watch):
+            yield
+
+    def _is_of_the_batch(self, value: int) -> bool:
+        builder = self._builder()
+        maker = {made: op for op in builder.ops for made in op.creates}
+        pending, seen = [value], {value}
+        while pending:
+            found = pending.pop()
+            if found in maker:
+                pending.extend(set(maker[found].reads) - seen)
+                seen.update(maker[found].reads)
+            elif builder.values[found].role not in (Role.PARAMETER, Role.BUFFER):
+                return True
+        return False
+
+
+@contextmanager
+def unnoticed_by_transformers(assumptions: Collection[str] = ()) -> Iterator[None]:
+    """Keep transformers from taking other paths because tensors are fake, or because Dynamo looks on."""
+    with ExitStack() as patches:
+        utilities = sys.modules.get("transformers.utils.import_utils")
+        if hasattr(utilities, "is_fake_tensor"):
+            patches.enter_context(patch.object(utilities, "is_fake_tensor", _is_never_fake))
+        masks = sys.modules.get("transformers.masking_utils")
+        if hasattr(masks, "is_tracing"):
+            patches.enter_context(patch.object(masks, "is_tracing", _depends_on_numbers))
+        if hasattr(masks, "is_torchdynamo_exporting"):  # asked by later versions, and Dynamo says yes
+            patches.enter_context(patch.object(masks, "is_torchdynamo_exporting", _is_never_exported))
+        if UNPACKED in assumptions and hasattr(masks, "find_packed_sequence_indices"):
+            patches.enter_context(patch.object(masks, "find_packed_sequence_indices", _nothing_is_packed))
+        yield
+
+
+def _is_never_fake(_: object) -> bool:
+    return False
+
+
+def _is_never_exported() -> bool:
+    return False
+
+
+def _depends_on_numbers(mask: object = None) -> bool:
+    """Whether a mask can be skipped is known beforehand without padding; with it, its numbers decide."""
+    return mask is not None and torch.compiler.is_compiling()
+
+
+def _nothing_is_packed(_: object) -> None:
+    return None

@@ -1,0 +1,181 @@
+"""A dispatch mode that writes a step down while it runs on fake tensors.
+
+It sees every op on its way to the fake kernels, and every storage when it dies. The dry run and the
+capture differ in where they say an op is, and in what they do where a number is needed and not known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from lowtide.ir.graph import Op, Phase
+from lowtide.trace.accumulation import Accumulation
+from lowtide.trace.fakes import Resident, Twins
+from lowtide.trace.graph_builder import GraphBuilder, map_tensors, storage_key, tensors_in
+from lowtide.trace.known_values import Shadows
+
+aten = torch.ops.aten
+
+_NO_MEMORY = ("prim", "profiler")  # namespaces of questions about a tensor, and of marks for a profiler
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where in the step an op runs. `engine` says whether the autograd engine itself may be adding."""
+
+    phase: Phase
+    module: str
+    call: int
+    section: int
+    engine: bool
+
+
+class Recorder(TorchDispatchMode, ABC):
+    """Writes ops into `builder`, with fakes from `twins` in place of real tensors."""
+
+    def __init__(self, builder: GraphBuilder, twins: Twins) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.builder = builder
+        self.twins = twins
+        self.shadows = Shadows()
+        self._accumulation = Accumulation(twins.mode)
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    # What a kind of recorder decides --------------------------------------------------------------------
+
+    @abstractmethod
+    def spot(self, func: Any, args: tuple[Any, ...]) -> Spot:
+        """Where the op that is being dispatched runs."""
+
+    @abstractmethod
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake in place of a real tensor that the step closes over."""
+
+    @abstractmethod
+    def unknown(self, func: Any, args: tuple[Any, ...], shape: bool) -> Any:
+        """What `func` returns where that (or its shape) depends on numbers that are not known."""
+
+    @abstractmethod
+    def resident(self, found: Resident) -> None:
+        """A twin has been made of a tensor that was there before the step."""
+
+    def recorded(self, op: Op, spot: Spot) -> None:
+        """An op has been written down."""
+
+    def died(self, value: int) -> None:
+        """The storage of a value has been given back."""
+
+    # Ops ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor, say: what it does comes here on the tensors inside of it
+        kwargs = dict(kwargs or {})
+        if isinstance(kwargs.get("device"), torch.device):  # may name the home of a tensor that has a twin
+            kwargs["device"] = self.twins.device(kwargs["device"])
+        if getattr(func, "namespace", "") in _NO_MEMORY:
+            return func(*args, **kwargs)
+        spot = self.spot(func, args)
+        if func is aten.lift_fresh.default:  # a constant written in the user's code, made on the spot
+            return self._record(func, (), {}, func(*args, **kwargs), spot)
+        if spot.engine and self._accumulation.in_place(func, args, kwargs):
+            func = aten.add_.Tensor
+        if not all(map(self.twins.is_ours, tensors_in(args, kwargs))):
+            args, kwargs = map_tensors(self._fake, (args, kwargs))
+        self.register_residents()
+        return self._record(func, args, kwargs, self._run(func, args, kwargs), spot)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.twins.is_ours(tensor) else self.twin(tensor)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The fake result of an op; where it is a matter of numbers, what the known ones make of it."""
+        plain = isinstance(func, torch._ops.OpOverload)
+        numbers = self.shadows.compute(func, args, kwargs) if plain else None
+        try:
+            result = func(*args, **kwargs)
+        except DataDependentOutputException:
+            return self.unknown(func, args, shape=False) if numbers is None else self.decided(numbers)
+        except DynamicOutputShapeException:
+            if numbers is None:
+                return self.unknown(func, args, shape=True)
+            like = next(tensors_in(args, kwargs))
+            result = map_tensors(partial(_empty, device=like.device), self.decided(numbers))
+        if numbers is not None:
+            self.shadows.pair(result, numbers)
+        return result
+
+    def decided(self, numbers: Any) -> Any:
+        """The path taken depends on numbers that are known."""
+        return numbers
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, spot: Spot
+    ) -> Any:
+        op = self.builder.add_op(
+            func,
+            args,
+            kwargs,
+            result,
+            phase=spot.phase,
+            module=spot.module,
+            call=spot.call,
+            section=spot.section,
+        )
+        if op is not None:
+            for tensor in tensors_in(result):
+                self.watch(tensor)
+                self._accumulation.made(storage_key(tensor))
+            self.recorded(op, spot)
+        return result
+
+    # Storages -------------------------------------------------------------------------------------------
+
+    def register_residents(self) -> None:
+        """Values for the twins made since the last look. They were there all along."""
+        while self.twins.pending:
+            self.resident(self.twins.pending.pop(0))
+
+    def add_resident(self, found: Resident) -> None:
+        """A value for a twin, unless it looks at a storage that has one."""
+        if self.builder.value_of(found.fake) is None:
+            self.builder.add_value(found.fake, found.role, found.name, found.module)
+            self.watch(found.fake)
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Notice when the storage of `tensor` dies."""
+        key = storage_key(tensor)
+        if key not in self._deaths:
+            self._deaths[key] = weakref.ref(tensor.untyped_storage(), partial(self._died, key))
+
+    def alive(self) -> Iterator[tuple[torch.UntypedStorage, int]]:
+        """Every storage that is alive, and its value."""
+        for key, reference in list(self._deaths.items()):
+            storage, value = reference(), self.builder.value_at(key)
+            if storage is not None and value is not None:
+                yield storage, value
+
+    def _died(self, key: int, _: object) -> None:
+        del self._deaths[key]
+        value = self.builder.forget(key)
+        if value is not None:
+            self.died(value)
+
+
+def _empty(number: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(number.shape, dtype=number.dtype, device=device)

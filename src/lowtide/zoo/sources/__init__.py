@@ -1,0 +1,1 @@
+"""Models by the words a user writes, wherever they come from."""

@@ -1,0 +1,164 @@
+"""A training step in one planned arena: the numbers of plain training, in the memory that was promised."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import zoo
+from lowtide.cost.measure import growth, record_cpu
+from lowtide.errors import BadRequest
+from lowtide.execute.arena_step import ArenaStep
+from lowtide.trace.step import training_step
+
+NETWORKS = {
+    "mlp": {"width": 32},
+    "gpt": {"layers": 2, "width": 32, "heads": 2, "tokens": 16, "vocab": 50},
+    "resnet18": {"image": 32},
+    "vgg11": {"image": 32, "classes": 10},
+    "lstm": {"tokens": 6, "width": 16},
+}
+
+
+def workload(name: str) -> zoo.Workload:
+    torch.manual_seed(0)
+    return zoo.workload(name, zoo.Sizes(batch=4, **NETWORKS[name]))
+
+
+def fresh(step: ArenaStep) -> Callable[[], torch.Tensor]:
+    def run() -> torch.Tensor:
+        step.model.zero_grad(set_to_none=True)
+        return step()
+
+    return run
+
+
+def assert_trained_alike(plain: nn.Module, found: nn.Module) -> None:
+    for (name, expected), parameter in zip(plain.named_parameters(), found.parameters(), strict=True):
+        assert expected.grad is not None
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected.grad), name
+    for (name, buffer), other in zip(plain.named_buffers(), found.buffers(), strict=True):
+        assert torch.equal(other, buffer), name
+
+
+@pytest.mark.parametrize("budget", [None, "min"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_step_in_an_arena_is_plain_training_in_the_memory_promised(name: str, budget: str | None) -> None:
+    work = workload(name)
+    plain, example = copy.deepcopy(work.model), work.kwargs or work.args
+    solution = None if budget is None else lowtide.plan(work.model, example, budget=budget, loss=work.loss)
+    step = lowtide.in_arena(work.model, example, work.loss, solution=solution, profile=True)
+    torch.manual_seed(1)
+    loss = step()
+    torch.manual_seed(1)
+    assert torch.equal(loss, training_step(plain, example, work.loss)())
+    assert_trained_alike(plain, work.model)
+    fresh(step)()
+    blocks, _ = record_cpu(fresh(step))
+    report = step.report
+    handed_back = 4  # the loss, which is the user's to keep
+    assert max(growth(blocks)) == max(report.extra_bytes, handed_back)
+    assert report.held_bytes == report.resident_bytes + report.arena_bytes + report.extra_bytes
+    assert report.arena_bytes <= 1.05 * report.lower_bound_bytes
+
+
+def test_a_plan_makes_the_arena_smaller() -> None:
+    work = workload("gpt")
+    solution = lowtide.plan(work.model, work.args, budget="min", loss=work.loss)
+    everything_kept = lowtide.in_arena(work.model, work.args, work.loss)
+    planned = lowtide.in_arena(work.model, work.args, work.loss, solution=solution)
+    assert planned.report.arena_bytes < 0.8 * everything_kept.report.arena_bytes
+
+
+def test_steps_go_on_with_other_batches_and_an_optimizer() -> None:
+    work = workload("mlp")
+    plain = copy.deepcopy(work.model)
+    batches = [torch.randn_like(work.args[0]) for _ in range(4)]
+    step = lowtide.in_arena(work.model, work.args, work.loss)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, work.model)]
+    assert step.inputs == ("x", "target")
+    for batch in batches:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = training_step(plain, (batch,), work.loss)()
+        assert torch.equal(step(x=batch), expected)
+        for optimizer in optimizers:
+            optimizer.step()
+    for expected, found in zip(plain.parameters(), work.model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_every_step_after_the_first_allocates_the_same() -> None:
+    work = workload("resnet18")
+    step = fresh(lowtide.in_arena(work.model, work.args, work.loss))
+    step()
+    step()
+    first, second = ([block.bytes for block in record_cpu(step)[0]] for _ in range(2))
+    assert first == second
+    assert sum(first) == sum(block for block in first if block > 0) + sum(b for b in first if b < 0) <= 4
+
+
+def test_a_report_adds_up_and_says_how_results_are_written() -> None:
+    work = workload("resnet18")
+    step = lowtide.in_arena(work.model, work.args, work.loss)
+    step()
+    text = str(step.report)
+    assert "resident: parameters, buffers, batch" in text
+    assert "results to be moved; no workspaces" in text
+    assert "moved by" in text
+    assert "convolution_backward" in text.split("moved by")[1]
+    assert "relu" in text.split("written by")[1].split("\n")[0]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    work = workload("mlp")
+    keys, kind = list(work.model.state_dict()), type(work.model)
+    step = lowtide.in_arena(work.model, work.args, work.loss)
+    step()
+    assert list(work.model.state_dict()) == keys
+    assert type(work.model) is kind
+    assert "forward" not in work.model.__dict__
+
+
+def test_gradients_that_are_still_there_are_not_overwritten() -> None:
+    work = workload("mlp")
+    step = lowtide.in_arena(work.model, work.args, work.loss)
+    step()
+    with pytest.raises(BadRequest, match=r"there are gradients already.*zero_grad\(\) first"):
+        step()
+
+
+def test_an_input_of_another_shape_or_name_is_refused() -> None:
+    work = workload("mlp")
+    step = lowtide.in_arena(work.model, work.args, work.loss)
+    with pytest.raises(BadRequest, match=r"'x' was torch.float32 of shape \(4, 784\).* is now .*\(2, 784\)"):
+        step(x=work.args[0][:2])
+    with pytest.raises(BadRequest, match="the step is given x, target; there is no 'y'"):
+        step(y=work.args[0])
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    work = workload("mlp")
+    other = zoo.workload("mlp", zoo.Sizes(batch=4, width=16))
+    solution = lowtide.plan(other.model, other.args, budget="min", loss=other.loss)
+    with pytest.raises(BadRequest, match="the plan was made for another model"):
+        lowtide.in_arena(work.model, work.args, work.loss, solution=solution)
+    layers = lowtide.plan(work.model, work.args, method="chen-sqrt", loss=work.loss)
+    with pytest.raises(BadRequest, match="a plan of chen-sqrt is for layers, and an arena holds ops"):
+        lowtide.in_arena(work.model, work.args, work.loss, solution=layers)
+
+
+def test_a_model_without_memory_or_a_loss_is_refused() -> None:
+    with torch.device("meta"):
+        work = zoo.workload("mlp", zoo.Sizes(batch=4))
+    with pytest.raises(BadRequest, match="the meta device"):
+        lowtide.in_arena(work.model, work.args, work.loss)
+    real = workload("mlp")
+    with pytest.raises(BadRequest, match="Give a loss that makes one of it"):
+        lowtide.in_arena(real.model, real.args)

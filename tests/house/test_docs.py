@@ -303,7 +303,7 @@ def test_the_table_of_where_lowtide_stands_tells_the_rows_as_they_are(
 
 @pytest.mark.usefixtures("scripts")
 def test_the_names_of_the_ways_are_those_of_the_benchmark() -> None:
-    from standing_report import WAYS
+    from benchmarks.standing.report import WAYS
 
     assert set(script("stands").WAYS) == set(WAYS)
 

@@ -11,10 +11,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.report.plot import painted
-from lowtide.zoo.specs import load
-
 import lowtide
+from lowtide.report.picture.plot import painted
+from lowtide.zoo.sources.specs import load
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -35,7 +35,7 @@ from torch import nn
 
 import lowtide
 from benchmarks.frontier.report import report
-from benchmarks.shared.machines import device, machine
+from benchmarks.shared.machines import again, device, machine
 from benchmarks.shared.peers import Peer, compiled_peers, eager_peers
 from benchmarks.shared.subjects import FRONTIER, FRONTIER_SMALL, Made, Subject
 from lowtide.cost.measure import measure, seconds_of
@@ -94,13 +94,12 @@ def subjects(chosen: argparse.Namespace) -> dict[str, Subject]:
 def measure_all(chosen: argparse.Namespace) -> None:
     """Each network in its own process: one that breaks the device leaves the others alone."""
     deadline = time.monotonic() + chosen.seconds
-    command = [sys.executable, *sys.argv]
     for key in subjects(chosen):
         left = deadline - time.monotonic()
         if left <= 0:
             print("out of time; call again to go on", file=sys.stderr)
             break
-        alone = [*command, "--alone", key, "--seconds", f"{left:.0f}"]
+        alone = again("--alone", key, "--seconds", f"{left:.0f}")
         try:
             code = subprocess.run(alone, check=False, timeout=left + 2 * GRACE_SECONDS).returncode
         except subprocess.TimeoutExpired:

@@ -38,7 +38,7 @@ import torch
 import lowtide
 from benchmarks.frontier.frontier import Rows, guarded
 from benchmarks.memory.report import report
-from benchmarks.shared.machines import device
+from benchmarks.shared.machines import again, device
 from benchmarks.shared.subjects import FRONTIER, FRONTIER_SMALL, Made, Subject
 from lowtide.cost.measure import growth, record_cpu, seconds_of
 from lowtide.execute.arena_step import ArenaStep
@@ -94,7 +94,7 @@ def measure_all(chosen: argparse.Namespace) -> None:
     for key in subjects(chosen):
         for setting in ("", "expandable_segments:True") if device() == "cuda" else ("",):
             environment = {**os.environ, EXPANDABLE: setting} if setting else dict(os.environ)
-            subprocess.run([sys.executable, *sys.argv, "--alone", key], check=False, env=environment)
+            subprocess.run(again("--alone", key), check=False, env=environment)
 
 
 def measure_alone(chosen: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,18 @@ import torch
 def device() -> str:
     """Where benchmarks that run on either are run."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def command() -> list[str]:
+    """How this process was started, without where that is on this machine: `python -m benchmarks.x.y …`."""
+    spec = sys.modules["__main__"].__spec__
+    started = [Path(sys.argv[0]).name] if spec is None else ["-m", spec.name]
+    return ["python", *started, *sys.argv[1:]]
+
+
+def again(*more: str) -> list[str]:
+    """The command that starts this one once more, with further arguments."""
+    return [sys.executable, *command()[1:], *more]
 
 
 def machine(commit: str) -> dict[str, str]:
@@ -24,5 +37,5 @@ def machine(commit: str) -> dict[str, str]:
         "commit": commit,
         "seed": "0",
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(command()),
     }

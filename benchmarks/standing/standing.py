@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from benchmarks.frontier.frontier import EVERYTHING_FITS, Rows, Trial, clean_up, guarded, tell
-from benchmarks.shared.machines import device
+from benchmarks.shared.machines import again, device
 from benchmarks.shared.peers import compiled, in_segments, library_checkpointing
 from benchmarks.shared.subjects import Made
 from benchmarks.standing.chunked_loss import ChunkedHeadLoss
@@ -124,7 +124,7 @@ def measure_in_a_process(chosen: argparse.Namespace, key: str, sample: Sample, w
     """Have a process of its own measure these rows; one that it did not write has failed with it."""
     started = time.perf_counter()
     before = {way: Rows(chosen.rows, chosen.commit).find(sample.name, way) for way in ways}
-    command = [sys.executable, "-m", "benchmarks.standing.standing", *sys.argv[1:], "--alone", key, *ways]
+    command = again("--alone", key, *ways)
     try:
         code = str(subprocess.run(command, check=False, timeout=limit_seconds(chosen, ways)).returncode)
     except subprocess.TimeoutExpired:

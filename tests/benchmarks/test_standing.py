@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.shared.machines import again, command, machine
 from benchmarks.shared.subjects import llama
 from benchmarks.standing import standing
 from benchmarks.standing.chunked_loss import IGNORED, ChunkedHeadLoss
@@ -100,3 +102,13 @@ def test_a_row_that_fails_is_written_with_its_error(tmp_path: Path, monkeypatch:
     (found,) = json.loads(rows.read_text())["rows"]
     assert found["label"] == SAME_PEAK
     assert found["error"].startswith("LookupError: there is no peak to stay within")
+
+
+def test_a_benchmark_tells_how_it_was_started_and_not_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somebody/benchmarks/x/y.py", "measure", "--small"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("benchmarks.x.y", None))
+    assert command() == ["python", "-m", "benchmarks.x.y", "measure", "--small"]
+    assert machine("abc")["command"] == "python -m benchmarks.x.y measure --small"
+    assert again("--alone", "z") == [sys.executable, *command()[1:], "--alone", "z"]
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert command() == ["python", "y.py", "measure", "--small"]

@@ -13,6 +13,7 @@ from lowtide.errors import BadRequest
 from lowtide.text.units import parse_budget, parse_bytes
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.trace.step, which would import torch
+EFFORTS = ("full", "quick")  # those of lowtide.solvers.method, which would import numpy
 GRANULARITIES = ("fine", "layer", "block")  # those of lowtide.chain.cuts, which would import numpy
 LOWEST = "min"  # that of lowtide.solvers.refereed, which would import numpy
 _SIZES = {

@@ -14,12 +14,18 @@ from lowtide.cli.quiet import undisturbed
 if TYPE_CHECKING:
     from lowtide.cli.progress import Stages
     from lowtide.planner.ops import StepBudget
+    from lowtide.solvers.method import Scheduler
     from lowtide.solvers.solution import GraphSolution
     from lowtide.zoo.setup import Setup
 
 
 def answer_ops(
-    asked: Asked, method: str, budget: str | None, accumulate: int, cutting: Cutting, wanted: Wanted
+    asked: Asked,
+    method: str | Scheduler,
+    budget: str | None,
+    accumulate: int,
+    cutting: Cutting,
+    wanted: Wanted,
 ) -> None:
     """Plan which ops to recompute within a budget, and tell."""
     from lowtide.cli.progress import stages
@@ -42,7 +48,12 @@ def answer_ops(
 
 
 def answer_frontier(
-    asked: Asked, method: str, accumulate: int, cutting: Cutting, points: int, wanted: Wanted
+    asked: Asked,
+    method: str | Scheduler,
+    accumulate: int,
+    cutting: Cutting,
+    points: int,
+    wanted: Wanted,
 ) -> None:
     """Plan within many budgets, from the plain step to the lowest peak, and tell."""
     from lowtide.cli.progress import stages

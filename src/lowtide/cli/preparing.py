@@ -12,6 +12,7 @@ from lowtide.errors import BadRequest
 if TYPE_CHECKING:
     from lowtide.planner.api import Rehearsal
     from lowtide.planner.fit import Fit
+    from lowtide.solvers.method import Scheduler
     from lowtide.solvers.solution import GraphSolution, Solution
     from lowtide.zoo.setup import Setup
 
@@ -82,6 +83,13 @@ def chosen_method(name: str | None, budget: str | None, frontier: bool) -> str:
             f"{name} plans layers, and a frontier is planned op by op. These do: {', '.join(schedulers())}."
         )
     return name or (_FRONTIERS if frontier else default_method(budget))
+
+
+def searching(method: str, effort: str) -> str | Scheduler:
+    """The method of that name, told how long to search. Raises UnknownMethod, BadRequest."""
+    from lowtide.solvers import at_effort
+
+    return at_effort(method, effort)
 
 
 def plans_ops(method: str) -> bool:

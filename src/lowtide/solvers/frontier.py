@@ -6,12 +6,13 @@ from lowtide.errors import BadRequest
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
+from lowtide.solvers.method import Scheduler
 from lowtide.solvers.refereed import LOWEST
 from lowtide.solvers.registry import solve
 from lowtide.solvers.solution import GraphSolution
 
 
-def frontier(graph: Graph, points: int = 12, method: str = "auto") -> tuple[GraphSolution, ...]:
+def frontier(graph: Graph, points: int = 12, method: str | Scheduler = "auto") -> tuple[GraphSolution, ...]:
     """At most `points` schedules, from the plain one to the lowest: each lower and slower than the last.
 
     Their budgets are as far apart from each other; where two get the same schedule, or one as slow that is

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import StrEnum
 from typing import ClassVar
 
 from lowtide.chain.chain import Chain
+from lowtide.errors import BadRequest
 from lowtide.ir.graph import Graph
 from lowtide.solvers.solution import Answer, GraphAnswer, ScheduleAnswer
+
+
+class Effort(StrEnum):
+    """How long `auto` and `evict` search.
+
+    A quick search does a sixteenth of the work, aims for a quarter of the peaks, and for each only once. Its
+    plans keep every promise of a full one's, and add a little more time.
+    """
+
+    FULL = "full"
+    QUICK = "quick"
 
 
 class About(ABC):
@@ -60,3 +73,26 @@ class Scheduler(About):
     @abstractmethod
     def lowest(self, graph: Graph) -> ScheduleAnswer:
         """The schedule with the lowest peak that is found, and of those the one that adds the least time."""
+
+
+class Searcher(Scheduler):
+    """A scheduler that finds what a search of fixed length comes upon.
+
+    Raises:
+        BadRequest: there is no such effort.
+    """
+
+    def __init__(self, effort: str = Effort.FULL) -> None:
+        self.effort = effort_named(effort)
+
+
+def effort_named(name: str) -> Effort:
+    """The effort of that name.
+
+    Raises:
+        BadRequest: there is none.
+    """
+    try:
+        return Effort(name)
+    except ValueError:
+        raise BadRequest(f"there is no effort '{name}'; it is one of {', '.join(Effort)}.") from None

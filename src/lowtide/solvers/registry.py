@@ -20,7 +20,15 @@ from lowtide.solvers.chains.feng_huang import FengHuang
 from lowtide.solvers.chains.hong import HongCubic, HongLinear, HongQuadratic
 from lowtide.solvers.chains.rotor import Rotor
 from lowtide.solvers.chains.selective import Selective
-from lowtide.solvers.method import About, GraphMethod, Method, Scheduler
+from lowtide.solvers.method import (
+    About,
+    Effort,
+    GraphMethod,
+    Method,
+    Scheduler,
+    Searcher,
+    effort_named,
+)
 from lowtide.solvers.ops.auto import Auto
 from lowtide.solvers.ops.evict import Evict
 from lowtide.solvers.ops.exact import Exact
@@ -77,19 +85,59 @@ def is_scheduler(method: str | About) -> TypeGuard[str | Scheduler]:
 
 
 @overload
+def at_effort(method: str, effort: str) -> str | Scheduler: ...
+
+
+@overload
+def at_effort(method: str | Method | Scheduler, effort: str) -> str | Method | Scheduler: ...
+
+
+def at_effort(method: str | Method | Scheduler, effort: str) -> str | Method | Scheduler:
+    """`method`, told how long to search: "full", as it does unless told, or "quick".
+
+    Raises:
+        UnknownMethod: there is no method of that name.
+        BadRequest: there is no such effort, or the method does not search, or was told before.
+    """
+    if effort_named(effort) is Effort.FULL:
+        return method
+    known = schedulers().get(method) if isinstance(method, str) else None
+    if known is not None and issubclass(known, Searcher):
+        return known(effort)
+    name = _named(method).name if isinstance(method, str) else method.name
+    searchers = [name for name, other in schedulers().items() if issubclass(other, Searcher)]
+    raise BadRequest(
+        f"effort says how long a method searches that is given by its name and plans op by op "
+        f"({', '.join(searchers)}), and this is {name}. Leave it out, or choose one of these."
+    )
+
+
+@overload
 def solve(
-    problem: Chain, method: str | Method | None = None, budget: str | int | None = None
+    problem: Chain,
+    method: str | Method | None = None,
+    budget: str | int | None = None,
+    *,
+    effort: str = Effort.FULL,
 ) -> Solution: ...
 
 
 @overload
 def solve(
-    problem: Graph, method: str | Method | Scheduler | None = None, budget: str | int | None = None
+    problem: Graph,
+    method: str | Method | Scheduler | None = None,
+    budget: str | int | None = None,
+    *,
+    effort: str = Effort.FULL,
 ) -> GraphSolution: ...
 
 
 def solve(
-    problem: Chain | Graph, method: str | Method | Scheduler | None = None, budget: str | int | None = None
+    problem: Chain | Graph,
+    method: str | Method | Scheduler | None = None,
+    budget: str | int | None = None,
+    *,
+    effort: str = Effort.FULL,
 ) -> Solution | GraphSolution:
     """Choose what to recompute, in a chain or in a captured graph; the plan has been replayed by the referee.
 
@@ -101,21 +149,25 @@ def solve(
 
     On a graph, schedulers ("auto" unless told) decide op by op. Without a budget, or with "min", they find
     the lowest peak that they can, and then the least time at that peak. Some of the methods for chains take
-    a graph as well, and no budget.
+    a graph as well, and no budget. With `effort` "quick" auto and evict search five times as fast; their
+    plans are within the budget all the same and add a little more time.
 
     Raises:
         UnknownMethod: there is no method of that name.
         InfeasibleBudget: no plan of this method fits.
-        BadRequest: the method takes no budget, or no graph, or needs to know more than the chain tells.
+        BadRequest: the method takes no budget, no graph or no effort, or needs to know more than the chain
+            tells.
     """
     if isinstance(problem, Graph):
-        return solve_graph(problem, _for_graph(problem, "auto" if method is None else method), budget)
+        chosen = at_effort("auto" if method is None else method, effort)
+        return solve_graph(problem, _for_graph(problem, chosen), budget)
     if not isinstance(problem, Chain):
         raise BadRequest(
             f"solve takes a Chain or a Graph, not a {type(problem).__name__}. "
             "Make a chain from sizes with Chain.from_sizes, or plan a model with lowtide.plan."
         )
-    return _solve_chain(problem, _for_chain("hong-linear" if method is None else method), budget)
+    chosen = at_effort("hong-linear" if method is None else method, effort)
+    return _solve_chain(problem, _for_chain(chosen), budget)
 
 
 def _solve_chain(chain: Chain, chosen: Method, budget: str | int | None) -> Solution:

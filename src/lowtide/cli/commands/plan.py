@@ -8,6 +8,7 @@ import click
 
 from lowtide.cli.layerwise import answer_layers
 from lowtide.cli.options import (
+    EFFORTS,
     budget_option,
     cutting_options,
     json_option,
@@ -17,7 +18,7 @@ from lowtide.cli.options import (
     whole_number,
 )
 from lowtide.cli.opwise import answer_frontier, answer_ops
-from lowtide.cli.preparing import Asked, Cutting, Wanted, check_can_draw, chosen_method, plans_ops
+from lowtide.cli.preparing import Asked, Cutting, Wanted, check_can_draw, chosen_method, plans_ops, searching
 from lowtide.cli.quiet import hush_libraries
 
 _POINTS = 12
@@ -34,6 +35,13 @@ _FEWEST_POINTS = 2
     metavar="NAME",
     help="One of `lowtide solvers`.  [default: auto, op by op, with a budget; without one hong-linear, "
     "layer by layer, because it finds the least peak at once]",
+)
+@click.option(
+    "--effort",
+    type=click.Choice(EFFORTS),
+    default="full",
+    show_default=True,
+    help="How long auto and evict search: quick is five times as fast and adds a little more time.",
 )
 @click.option(
     "--accumulate",
@@ -58,6 +66,7 @@ def command(
     profile: bool,
     budget: str | None,
     method: str | None,
+    effort: str,
     accumulate: int,
     granularity: str,
     modules: tuple[str, ...],
@@ -80,16 +89,16 @@ def command(
     hush_libraries()
     check_can_draw(plot)
     _check_frontier(frontier, points, budget, output)
-    chosen = chosen_method(method, budget, frontier)
+    chosen = searching(chosen_method(method, budget, frontier), effort)
     asked = Asked(model, sizes, optimizer, device, profile)
     wanted = Wanted(plot, output, as_json)
     cutting = Cutting(granularity, modules)
-    if frontier:
-        answer_frontier(asked, chosen, accumulate, cutting, points or _POINTS, wanted)
-    elif plans_ops(chosen):
-        answer_ops(asked, chosen, budget, accumulate, cutting, wanted)
-    else:
+    if isinstance(chosen, str) and not plans_ops(chosen):
         answer_layers(asked, chosen, budget, accumulate, cutting, wanted)
+    elif frontier:
+        answer_frontier(asked, chosen, accumulate, cutting, points or _POINTS, wanted)
+    else:
+        answer_ops(asked, chosen, budget, accumulate, cutting, wanted)
 
 
 def _check_frontier(frontier: bool, points: int | None, budget: str | None, output: Path | None) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
-from lowtide.solvers.method import Scheduler
+from lowtide.solvers.method import Effort, Searcher
 from lowtide.solvers.ops.evict import answer, answer_within
 from lowtide.solvers.ops.search.encode import costs, work_of
 from lowtide.solvers.ops.search.explore import explore
@@ -17,12 +17,13 @@ from lowtide.solvers.ops.starts import starts
 from lowtide.solvers.solution import ScheduleAnswer, Status
 
 
-class Auto(Scheduler):
+class Auto(Searcher):
     """Nothing is recomputed if everything fits; else the search of `evict`, which here begins in many places.
 
     With everything held, with only the results of convolutions and matrix products held, and with the
     forward cut into few or many segments of which only the ends are held. As with `evict`, more budget
-    never costs more time, and never fits where less does not.
+    never costs more time, and never fits where less does not. `effort` is how long it searches: "full" or
+    "quick".
     """
 
     name: ClassVar[str] = "auto"
@@ -36,14 +37,14 @@ class Auto(Scheduler):
         plain = straight(graph)
         if simulate(graph, plain).peak_bytes <= budget_bytes:
             return ScheduleAnswer(plain, Status.OPTIMAL)
-        return answer_within(graph, budget_bytes, _explored(graph))
+        return answer_within(graph, budget_bytes, _explored(graph, self.effort))
 
     def lowest(self, graph: Graph) -> ScheduleAnswer:
         """The schedule with the lowest peak that was found."""
-        return answer(graph, _explored(graph).seen[0])
+        return answer(graph, _explored(graph, self.effort).seen[0])
 
 
 @lru_cache(maxsize=4)
-def _explored(graph: Graph) -> Front:
+def _explored(graph: Graph, effort: Effort) -> Front:
     work = work_of(graph)
-    return explore(work, costs(graph), starts(graph, work))
+    return explore(work, costs(graph), starts(graph, work), effort)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from lowtide.ir.graph import Graph
 from lowtide.ir.simulate import allocator_of
-from lowtide.solvers.method import Scheduler
+from lowtide.solvers.method import Effort, Searcher
 from lowtide.solvers.ops.search.encode import costs, pairs_of, schedule_of, work_of
 from lowtide.solvers.ops.search.explore import explore
 from lowtide.solvers.ops.search.lower_bound import least_seconds
@@ -15,11 +15,12 @@ from lowtide.solvers.ops.search.pareto import Front, Seen
 from lowtide.solvers.solution import ScheduleAnswer, Status
 
 
-class Evict(Scheduler):
+class Evict(Searcher):
     """The least time within a budget that a search of fixed length finds, beginning with everything held.
 
     The search does not know the budget. It comes upon schedules of many peaks, and the answer is the fastest
-    of those that fit: so more budget never costs more time, and never fits where less does not.
+    of those that fit: so more budget never costs more time, and never fits where less does not. `effort` is
+    how long it searches: "full" or "quick".
     """
 
     name: ClassVar[str] = "evict"
@@ -30,11 +31,11 @@ class Evict(Scheduler):
 
     def within(self, graph: Graph, budget_bytes: int) -> ScheduleAnswer | None:
         """The fastest schedule found that peaks at `budget_bytes` or less; None if none was found."""
-        return answer_within(graph, budget_bytes, _explored(graph))
+        return answer_within(graph, budget_bytes, _explored(graph, self.effort))
 
     def lowest(self, graph: Graph) -> ScheduleAnswer:
         """The schedule with the lowest peak that was found."""
-        return answer(graph, _explored(graph).seen[0])
+        return answer(graph, _explored(graph, self.effort).seen[0])
 
 
 def answer_within(graph: Graph, budget_bytes: int, front: Front) -> ScheduleAnswer | None:
@@ -58,5 +59,5 @@ def answer(graph: Graph, seen: Seen, growth_bytes: int | None = None) -> Schedul
 
 
 @lru_cache(maxsize=4)
-def _explored(graph: Graph) -> Front:
-    return explore(work_of(graph), costs(graph))
+def _explored(graph: Graph, effort: Effort) -> Front:
+    return explore(work_of(graph), costs(graph), effort=effort)

@@ -11,10 +11,12 @@ It goes down a ladder of peaks and does not know of any budget: what it finds is
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from lowtide.solvers.method import Effort
 from lowtide.solvers.ops.search.encode import change_to, codes_in, slots_of
 from lowtide.solvers.ops.search.lower_bound import must_hold
 from lowtide.solvers.ops.search.memory import highest
@@ -25,11 +27,21 @@ from lowtide.solvers.ops.search.state import Numbers, Work
 
 NOTHING: Numbers = np.empty(0, np.int64)
 WIDTH = 12  # candidates that are tried before one is taken
-LEVELS = 64
-PASSES = 2  # down the ladder and up again
 HALVINGS = 5  # of the way to a peak that is out of reach
 BETWEEN = 4  # parts into which the way from one level to the next is cut at last
 DEEPEST = 50  # no level is below this part of the plain peak
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long a search is."""
+
+    levels: int  # at most
+    passes: int  # down the ladder and up again
+    part: int  # of `work_for`: what is allowed
+
+
+LENGTHS = {Effort.FULL: Length(64, 2, 1), Effort.QUICK: Length(16, 1, 16)}
 
 
 class Explorer:
@@ -56,10 +68,10 @@ class Explorer:
         """Go on from there."""
         change_to(self.work, self.slots, codes)
 
-    def shrink(self, level: int, merge: bool, effort: int) -> bool:
+    def shrink(self, level: int, merge: bool, allowance: int) -> bool:
         """Get down to `level`, and give back what can be given back there; False if it is stuck above."""
         self.slots.journal_count[0] = 0
-        reached = shrink(self.work, self.slots, level, merge, WIDTH, NO_LIMIT, 0.0, effort)
+        reached = shrink(self.work, self.slots, level, merge, WIDTH, NO_LIMIT, 0.0, allowance)
         self.slots.journal_count[0] = 0
         if reached:
             relax(self.work, self.slots, level)
@@ -67,30 +79,30 @@ class Explorer:
         self.note()
         return bool(reached)
 
-    def improve(self, level: int, effort: int) -> None:
+    def improve(self, level: int, allowance: int) -> None:
         """Try other ways to be at `level`, or nearer to it."""
-        improve(self.work, self.slots, level, effort, WIDTH)
+        improve(self.work, self.slots, level, allowance, WIDTH)
         self.note()
 
-    def descend(self, levels: Sequence[int], merge: bool, effort: int) -> None:
+    def descend(self, levels: Sequence[int], merge: bool, allowance: int) -> None:
         """From where it stands down to the first level that it cannot reach."""
-        stop = self.slots.spent[0] + effort
+        stop = self.slots.spent[0] + allowance
         here = int(highest(self.work, self.slots))
         for level in [here, *(level for level in levels if level < here)]:
             left = int(stop - self.slots.spent[0])
             if left <= 0 or not self.shrink(level, merge, left):
                 break
 
-    def polish(self, levels: Iterable[int], effort: int) -> None:
+    def polish(self, levels: Iterable[int], allowance: int) -> None:
         """Level after level, improve the better of the best so far and what the level before leads to."""
         for level in levels:
-            self.shrink(level, merge=False, effort=effort)
+            self.shrink(level, merge=False, allowance=allowance)
             self.begin((self.front.best(level) or self.front.seen[0]).codes)
-            self.improve(level, effort)
+            self.improve(level, allowance)
             if self.front.seen[0].peak_bytes > level:
                 break
 
-    def sink(self, beyond: int, effort: int) -> None:
+    def sink(self, beyond: int, allowance: int) -> None:
         """Halve, a few times, what lies between the lowest peak so far and one that is out of reach."""
         for _ in range(HALVINGS):
             lowest = self.front.seen[0]
@@ -98,11 +110,11 @@ class Explorer:
             if not beyond < middle < lowest.peak_bytes:
                 break
             self.begin(lowest.codes)
-            self.improve(middle, effort)
+            self.improve(middle, allowance)
             if self.front.seen[0].peak_bytes > middle:
                 beyond = middle
         self.begin(self.front.seen[0].codes)
-        self.improve(self.front.seen[0].peak_bytes, effort)
+        self.improve(self.front.seen[0].peak_bytes, allowance)
 
     def fill(self, levels: Sequence[int]) -> None:
         """Between levels, give back from the best of the lower one what can be given back."""
@@ -117,44 +129,47 @@ class Explorer:
                 self.note()
 
 
-def explore(work: Work, costs: Sequence[float], starts: Iterable[Numbers] = ()) -> Front:
+def explore(
+    work: Work, costs: Sequence[float], starts: Iterable[Numbers] = (), effort: Effort = Effort.FULL
+) -> Front:
     """The schedules worth having that a search of fixed length comes upon, begun with nothing run again.
 
     And with what `starts` run again. `costs` are those of the ops. How long the search is depends on the
-    number of ops alone, and what it finds on nothing but the graph.
+    number of ops and on `effort` alone, and what it finds on nothing but these and the graph.
     """
     explorer = Explorer(work, costs)
-    levels = levels_between(explorer.plain_bytes, explorer.floor_bytes, len(work.cost))
+    length = LENGTHS[effort]
+    levels = levels_between(explorer.plain_bytes, explorer.floor_bytes, len(work.cost), length.levels)
     if not levels or not len(work.evictable):
         return explorer.front
-    effort = effort_for(len(work.cost))
+    allowance = work_for(len(work.cost)) // length.part
     for merge in (False, True):
         explorer.begin(NOTHING)
-        explorer.descend(levels, merge, effort // 2)
+        explorer.descend(levels, merge, allowance // 2)
     for start in starts:
         explorer.begin(start)
-        explorer.descend(levels, merge=True, effort=effort // 16)
-    each = effort // (2 * PASSES * len(levels))
-    for _ in range(PASSES):
+        explorer.descend(levels, merge=True, allowance=allowance // 16)
+    each = allowance // (2 * length.passes * len(levels))
+    for _ in range(length.passes):
         explorer.begin(NOTHING)
         explorer.polish(levels, each)
         lowest = explorer.front.seen[0].peak_bytes
         missed = [level for level in levels if level < lowest]
-        explorer.sink(missed[0] if missed else explorer.floor_bytes - 1, effort // 24)
+        explorer.sink(missed[0] if missed else explorer.floor_bytes - 1, allowance // 24)
         explorer.polish(reversed(levels[: len(levels) - len(missed)]), each)
     explorer.fill(levels)
     return explorer.front
 
 
-def levels_between(plain_bytes: int, floor_bytes: int, ops: int) -> list[int]:
+def levels_between(plain_bytes: int, floor_bytes: int, ops: int, most: int) -> list[int]:
     """Peaks to aim for, each by the same part lower than the one before; fewer where they take long."""
-    steps = min(4 * ops, LEVELS, max(16, 64 * 64 * 16 // max(1, ops)))
+    steps = min(4 * ops, most, max(16, 64 * 64 * 16 // max(1, ops)))
     lowest = max(floor_bytes, plain_bytes // DEEPEST, 1)
     found = [int(plain_bytes * (lowest / max(1, plain_bytes)) ** (step / steps)) for step in range(1, steps)]
     levels = dict.fromkeys([*found, max(floor_bytes, plain_bytes // DEEPEST)])
     return [level for level in levels if floor_bytes <= level < plain_bytes]
 
 
-def effort_for(ops: int) -> int:
+def work_for(ops: int) -> int:
     """How much work each part of a search may be; a unit takes about 60 ns where loops are compiled."""
     return 30_000 * min(ops, 500) + 4_000 * min(max(0, ops - 500), 2500) + 500 * max(0, ops - 3000)

@@ -3,8 +3,8 @@
     shrink    while something is over budget, give up what saves most for its cost
     improve   undo a part of the schedule, repair that in another way, and keep the better of the two
 
-Chance comes from a fixed sequence, and effort is counted in work done, never in seconds: the same graph gets
-the same schedule everywhere.
+Chance comes from a fixed sequence, and an allowance is counted in work done, never in seconds: the same graph
+gets the same schedule everywhere.
 """
 
 from __future__ import annotations
@@ -135,14 +135,14 @@ def choose(work: Work, slots: Slots, count: int, budget: int, merge: bool, width
 
 @linked
 def shrink(
-    work: Work, slots: Slots, budget: int, merge: bool, width: int, limit: float, noise: float, effort: int
+    work: Work, slots: Slots, budget: int, merge: bool, width: int, limit: float, noise: float, allowance: int
 ) -> bool:
     """Give up, each time, what saves most bytes over budget for its cost, until nothing is over.
 
-    False if nothing helps any more, if it costs more than `limit`, takes more work than `effort`, or can no
-    longer be undone: what was done so far stays.
+    False if nothing helps any more, if it costs more than `limit`, takes more work than `allowance`, or can
+    no longer be undone: what was done so far stays.
     """
-    stop = slots.spent[0] + effort
+    stop = slots.spent[0] + allowance
     room = len(slots.journal) // 4
     over, worst = excess(work, slots, budget)
     while over > 0:
@@ -202,14 +202,14 @@ def ruin(work: Work, slots: Slots, middle: int) -> None:
 
 
 @linked
-def improve(work: Work, slots: Slots, budget: int, effort: int, width: int) -> int:
+def improve(work: Work, slots: Slots, budget: int, allowance: int, width: int) -> int:
     """Ruin and repair until that much work is done; returns how often that was for the better.
 
     Less over budget is better, and where nothing is, less cost. What is no better is undone.
     """
     better = 0
     over, worst = excess(work, slots, budget)
-    stop = slots.spent[0] + effort
+    stop = slots.spent[0] + allowance
     while slots.spent[0] < stop and (over > 0 or slots.extra[0] > 0.0):
         slots.journal_count[0] = 0
         slots.spent[0] += 16

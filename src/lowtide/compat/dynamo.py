@@ -1,0 +1,105 @@
+"""Dynamo and AOTAutograd from within: captured graphs, how they are cut, and how they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch._dynamo.utils import graph_break_reasons as _graph_break_reasons
+from torch._functorch.partitioners import default_partition as _default_partition
+from torch.fx.graph import _BoxedCodeGen
+
+from lowtide.compat.private import Private
+
+PRIVATE = (
+    Private(
+        "torch._dynamo.backends.common.aot_autograd",
+        "makes a backend that is given forward and backward",
+    ),
+    Private(
+        "torch._functorch.partitioners.default_partition",
+        "cuts a joint graph and keeps everything that the backward wants",
+        parameters=("num_fwd_outputs",),
+    ),
+    Private("torch._dynamo.utils.graph_break_reasons", "tells where and why graphs ended before their time"),
+    Private("torch._dynamo.config.patch", "sets Dynamo up for a capture, and puts it back"),
+    Private("torch._dynamo.reset", "makes Dynamo forget what it compiled for a capture"),
+    Private("torch._dynamo.exc", "a logger goes by this name that repeats what errors say"),
+    Private("torch._dynamo.metrics_context", "a logger goes by this name that fails before torch 2.12"),
+    Private("torch._dynamo.variables.tensor", "a logger goes by this name that repeats what errors say"),
+    Private("torch._subclasses.fake_tensor", "a logger goes by this name that repeats what errors say"),
+    Private("torch.fx.graph._BoxedCodeGen", "generated functions that take a list of arguments and empty it"),
+    Private(
+        "torch._dynamo.eval_frame.OptimizedModule._orig_mod", "the module that torch.compile has wrapped"
+    ),
+    Private(
+        "torch._functorch._aot_autograd.utils.make_boxed_func._boxed_call",
+        "marks a function that AOTAutograd is to hand its arguments in a list",
+    ),
+)
+
+# Loggers that print, before an error is raised, what the error itself says better; and one that, before
+# torch 2.12, fails to write Dynamo's settings down. A handler that keeps its report would keep tensors alive.
+CHATTY_LOGGERS = (
+    "torch._dynamo.exc",
+    "torch._dynamo.metrics_context",
+    "torch._dynamo.variables.tensor",
+    "torch._subclasses.fake_tensor",
+)
+
+Run = Callable[[list[Any]], Any]  # takes its arguments in a list, and empties it
+
+
+def aot_autograd(**options: Any) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """A backend for torch.compile that traces forward and backward of a graph together."""
+    backend: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] = _aot_autograd(**options)
+    return backend
+
+
+def default_partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
+    """Forward and backward of a joint graph; the forward keeps everything that the backward wants."""
+    halves: tuple[Any, Any] = _default_partition(joint, inputs, **options)
+    return halves
+
+
+def graph_breaks() -> Sequence[Any]:
+    """Why graphs ended before their time, in this process so far: each with a `reason` and a `user_stack`."""
+    breaks: Sequence[Any] = _graph_break_reasons
+    return breaks
+
+
+def configured(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Dynamo with these settings for as long as the block lasts."""
+    change: AbstractContextManager[None] = torch._dynamo.config.patch(dict(settings))
+    return change
+
+
+def reset() -> None:
+    """Dynamo forgets everything that it has compiled."""
+    torch._dynamo.reset()
+
+
+def take_a_list(graph: fx.Graph) -> None:
+    """Have code generated for `graph` that takes its arguments in a list, and empties it."""
+    graph.set_codegen(_BoxedCodeGen())
+
+
+def boxed(run: Run) -> Run:
+    """`run` empties its list of arguments, so that they die at their last use; AOTAutograd must know."""
+
+    def call(args: list[Any]) -> Any:
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """`model`, or what torch.compile has wrapped in it."""
+    found: nn.Module = getattr(model, "_orig_mod", model)
+    return found

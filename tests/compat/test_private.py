@@ -1,0 +1,87 @@
+"""The private names that lowtide uses are there, and all of them are declared in `lowtide.compat`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide.compat
+from lowtide.compat.private import Private
+
+
+def declared() -> Iterator[tuple[str, Private]]:
+    """Every private name that lowtide declares, and the module of `compat` that does."""
+    for found in pkgutil.iter_modules(lowtide.compat.__path__):
+        module = importlib.import_module(f"lowtide.compat.{found.name}")
+        yield from ((found.name, private) for private in getattr(module, "PRIVATE", ()))
+
+
+DECLARED = list(declared())
+
+
+def boxed() -> object:
+    return pkgutil.resolve_name("torch._functorch._aot_autograd.utils.make_boxed_func")(print)
+
+
+# Classes whose attributes only their instances have.
+EXAMPLES: dict[str, Callable[[], object]] = {
+    "torch._functorch._aot_autograd.utils.make_boxed_func": boxed,
+    "torch._dynamo.eval_frame.OptimizedModule": lambda: torch.compile(torch.nn.ReLU(), backend="eager"),
+}
+
+
+def resolved(name: str) -> Any:
+    owner, _, attribute = name.rpartition(".")
+    return getattr(EXAMPLES[owner](), attribute) if owner in EXAMPLES else pkgutil.resolve_name(name)
+
+
+def complaint(module: str, private: Private) -> str | None:
+    """What is wrong with a private name here; None if nothing is."""
+    try:
+        found = resolved(private.name)
+        missing = set(private.parameters) - set(
+            inspect.signature(found).parameters if private.parameters else ()
+        )
+    except (ImportError, AttributeError) as error:
+        change = f"gone ({error})"
+    else:
+        if not missing:
+            return None
+        change = f"without the parameters {', '.join(sorted(missing))}"
+    library = private.name.partition(".")[0]
+    here = importlib.import_module(library).__version__
+    return (
+        f"lowtide relies on {private.name} ({private.why}), seen in {library} {', '.join(private.seen)}. "
+        f"In {library} {here} it is {change}: adapt lowtide/compat/{module}.py."
+    )
+
+
+@pytest.mark.parametrize(("module", "private"), DECLARED, ids=[private.name for _, private in DECLARED])
+def test_a_private_name_is_still_there(module: str, private: Private) -> None:
+    found = complaint(module, private)
+    assert found is None, found
+
+
+def test_no_private_name_is_declared_twice() -> None:
+    names = [private.name for _, private in DECLARED]
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_a_name_that_is_gone_is_told_with_what_it_was_for() -> None:
+    gone = Private("torch._C._never_was", "it would be needed", seen=("1.0", "1.1"))
+    assert complaint("autograd", gone) == (
+        "lowtide relies on torch._C._never_was (it would be needed), seen in torch 1.0, 1.1. In torch "
+        f"{torch.__version__} it is gone (module 'torch._C' has no attribute '_never_was'): adapt "
+        "lowtide/compat/autograd.py."
+    )
+
+
+def test_a_parameter_that_is_gone_is_told() -> None:
+    changed = Private("torch.is_tensor", "a function with one parameter", parameters=("lines", "obj"))
+    assert "it is without the parameters lines: adapt" in (complaint("fake", changed) or "")

@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.aot.codegen import Halves, Planned, emit
+from lowtide.aot.mark import Mark
 from lowtide.aot.sections import boxed, cut_in_two
 from lowtide.aot.tangents import with_held_tangents
 from lowtide.backend.observe import Drawn, Run, joined_runs, storages_of
@@ -261,12 +262,11 @@ class _Compiled:
         if found is not None:
             plan, section = found
             results = self._step.plans[plan].sections[section].forward.forward(args)
-            # The mark: no bytes, but a shape.
-            return [*results[:user], torch.empty(0, 1 + plan, section), *results[user:]]
+            return [*results[:user], Mark(plan, section).write(), *results[user:]]
         assert self._alone is not None, "planned alone when it was compiled"
         given = storages_of(args)
         results = self._alone.forward.forward(args)
-        mark = torch.empty(0, 0, len(self._step.watched))
+        mark = Mark(None, len(self._step.watched)).write()
         run = _Run(
             drawn=self.drawn,
             given=given,
@@ -279,9 +279,9 @@ class _Compiled:
 
     def _run_backward(self, args: list[Any]) -> Any:
         refuse_graphs_of_the_backward()
-        _, plan, section = args.pop(0).shape
-        if plan:
-            return _backward(self._step.plans[plan - 1].sections[section])(args)
+        plan, section = Mark.read(args.pop(0))
+        if plan is not None:
+            return _backward(self._step.plans[plan].sections[section])(args)
         assert self._alone is not None, "planned alone when it was compiled"
         run = self._step.watched[section] if section < len(self._step.watched) else None
         tangents = storages_of(args[len(args) - len(self.halves.tangents) :])

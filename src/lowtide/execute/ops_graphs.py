@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
 from lowtide.aot.codegen import Halves, Planned, emit
+from lowtide.aot.mark import Mark
 from lowtide.aot.sections import boxed, cut_in_two
 from lowtide.aot.unused_outputs import cut_off, gradientless
 from lowtide.errors import CannotApply
@@ -104,8 +104,7 @@ class _PlannedGraph:
             if planned.backward is None:
                 return results
             user = self.halves.user_results
-            # The mark: no bytes, but a shape.
-            return [*results[:user], torch.empty(0, schedule, section), *results[user:]]
+            return [*results[:user], Mark(schedule, section).write(), *results[user:]]
 
         return boxed(run)
 
@@ -114,7 +113,8 @@ class _PlannedGraph:
 
         def run(args: list[Any]) -> Any:
             refuse_graphs_of_the_backward()
-            _, schedule, section = args.pop(0).shape
+            schedule, section = Mark.read(args.pop(0))
+            assert schedule is not None, "every forward here runs by a schedule"
             backward = self.planned(schedule, section).backward
             assert backward is not None, "only a forward with a backward leaves a mark"
             return backward.forward(args)

@@ -52,7 +52,7 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Graphs and the referee": (
         "What a step is, the order in which it runs, and what that holds.",
-        ("aot.capture", "cost.profile", "ir.graph", "ir.validate", "ir.schedule", "ir.simulate"),
+        ("aot.capture", "trace.profile", "ir.graph", "ir.validate", "ir.schedule", "ir.simulate"),
     ),
     "Gradients, layouts and running them": (
         "Extend a graph by its backward, place its values in one arena, run it there.",
@@ -66,7 +66,10 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "execute.arena_step",
         ),
     ),
-    "Files and sizes": ("Save and load, read and write bytes.", ("solvers.files", "text.units")),
+    "Files and sizes": (
+        "Save and load, read and write bytes.",
+        ("solvers.files", "text.units", "text.budget"),
+    ),
     "Errors": (
         "All are `LowtideError`; [Troubleshooting](troubleshooting.md) says what to do about each.",
         ("errors",),

@@ -39,8 +39,8 @@ from lowtide.backend import plans_of
 from lowtide.cost.measure import seconds_of
 from lowtide.distributed import Engine, Replicated, Sharded, plan
 from lowtide.solvers.solution import GraphSolution, Solution
+from lowtide.text.budget import parse_budget
 from lowtide.text.documents import write_text
-from lowtide.text.units import parse_budget
 from lowtide.zoo.gpt import GPT
 
 SIZES = {"layers": 8, "width": 128, "heads": 4, "tokens": 128, "batch": 8, "vocab": 1000}

@@ -24,10 +24,10 @@ import torch
 from benchmarks.shared.machines import machine
 from benchmarks.shared.rows import ROWS, Made, Row
 from lowtide.cost.measure import measure
-from lowtide.cost.profile import profile
 from lowtide.ir.cuda_allocator import cached
 from lowtide.text.documents import write_text
 from lowtide.trace.dry_run import Trace, dry_run
+from lowtide.trace.profile import profile
 
 
 def main() -> None:

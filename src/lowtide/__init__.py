@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lowtide.chain.cuts import Granularity
     from lowtide.chain.plan import Plan, Segment
     from lowtide.cost.measure import Reading, measure
-    from lowtide.cost.profile import profile
     from lowtide.errors import (
         ArenaTooSmall,
         BadFile,
@@ -62,8 +61,10 @@ if TYPE_CHECKING:
     from lowtide.solvers.frontier import frontier
     from lowtide.solvers.registry import methods, schedulers, solve
     from lowtide.solvers.solution import Confirmation, GraphSolution, Solution, Status
-    from lowtide.text.units import format_bytes, parse_bytes
+    from lowtide.text.budget import parse_bytes
+    from lowtide.text.units import format_bytes
     from lowtide.trace.dry_run import Trace, dry_run
+    from lowtide.trace.profile import profile
     from lowtide.trace.saved import saved
     from lowtide.trace.saved_report import Saved
 
@@ -203,7 +204,7 @@ _NAMES_OF_MODULE = {
     "arena.batch_norm": ("normalise_from_output",),
     "planner.api": ("Rehearsal", "optimize", "plan"),
     "chain.plan": ("Plan", "Segment"),
-    "cost.profile": ("profile",),
+    "trace.profile": ("profile",),
     "planner.batch_search": ("Reached",),
     "planner.batch_steps": ("Batch",),
     "trace.saved_report": ("Saved",),
@@ -215,7 +216,8 @@ _NAMES_OF_MODULE = {
     "solvers.frontier": ("frontier",),
     "solvers.registry": ("methods", "schedulers", "solve"),
     "trace.dry_run": ("Trace", "dry_run"),
-    "text.units": ("format_bytes", "parse_bytes"),
+    "text.units": ("format_bytes",),
+    "text.budget": ("parse_bytes",),
     "ir.validate": ("validate",),
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}

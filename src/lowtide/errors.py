@@ -29,6 +29,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from lowtide.text.units import format_bytes  # which imports nothing
+
 
 class LowtideError(Exception):
     """Base of all errors that lowtide raises on purpose."""
@@ -105,8 +107,6 @@ class InfeasibleBudget(BadRequest):
         needed_by: str,
         advice: str = "Raise the budget to at least that, shrink the batch, or cut the model finer.",
     ) -> None:
-        from lowtide.text.units import format_bytes  # which raises errors from here
-
         self.method = method
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes

@@ -12,9 +12,11 @@ from lowtide.cost.measure import measure
 from lowtide.errors import BadRequest
 from lowtide.execute.identity import described_inputs
 from lowtide.planner.baseline import Baseline, Source, Verdict, judge, load_baseline, save_baseline
-from lowtide.planner.fit import Fit, empty_gradients, fit
-from lowtide.text.units import format_bytes, parse_bytes
+from lowtide.planner.fit import Fit, fit
+from lowtide.text.budget import parse_bytes
+from lowtide.text.units import format_bytes
 from lowtide.trace.step import Example, Loss, arguments, build_optimizer, training_step
+from lowtide.trace.training import empty_gradients
 
 _WRITE = "Write it once, with write_baseline=True, and put the file under version control."
 _MODULES_SHOWN = 5

@@ -27,12 +27,12 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.aot.capture import capture
 from lowtide.aot.sections import OUTSIDE, compiling
 from lowtide.cost.measure import Reading, growth, measure, record_cpu
-from lowtide.cost.profile import profile
 from lowtide.errors import BadRequest, CannotCapture
 from lowtide.ir.graph import Graph, Op, Origin, Phase, Role
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import Timeline, simulate
 from lowtide.ir.validate import validate
+from lowtide.trace.profile import profile
 from lowtide.zoo import Sizes, workload
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])

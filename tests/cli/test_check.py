@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lowtide.cli import main
-from lowtide.cli.progress import progress_bar, stages, waiting
-from lowtide.cli.quiet import switch_progress
+from lowtide.text.progress import progress_bar, stages, switch_progress, waiting
 
 USER_FILE = """
 import torch

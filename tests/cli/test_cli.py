@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 import lowtide
 from lowtide.cli import main
 from lowtide.cli.options import OPTIMIZERS
-from lowtide.cli.progress import progress_bar
+from lowtide.text.progress import progress_bar
 
 SOURCE = Path(lowtide.__file__).parent.parent
 USER_FILE = """
@@ -358,7 +358,7 @@ def test_a_progress_bar_appears_on_a_terminal_once_it_takes_long(
         assert progress is not None
         progress(1, 4)
     assert "profiling" not in capsys.readouterr().err
-    monkeypatch.setattr("lowtide.cli.progress._PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr("lowtide.text.progress._PATIENCE_SECONDS", -1.0)
     with progress_bar("profiling") as progress:
         assert progress is not None
         progress(3, 4)

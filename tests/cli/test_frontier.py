@@ -16,9 +16,9 @@ from torch import nn
 import lowtide
 from lowtide.cli import main
 from lowtide.cli.options import LOWEST
-from lowtide.cli.progress import stages
 from lowtide.cost.measure import measure
 from lowtide.solvers import refereed, schedulers
+from lowtide.text.progress import stages
 from lowtide.trace.step import training_step
 
 # Four layers of linear and tanh, as in test_plan.py. Bytes: weights 4 × 1024, batch 4096, what each

@@ -26,7 +26,6 @@ from lowtide.cost.profile import (
     _still_holds,
     call_of,
     environment,
-    profile,
     with_costs,
 )
 from lowtide.errors import BadFile, BadRequest, DeviceMissing
@@ -34,6 +33,7 @@ from lowtide.ir.graph import Arg, Graph, Op, Phase, Ref, Role, Symbol, Tensor
 from lowtide.ir.simulate import simulate
 from lowtide.ir.validate import validate
 from lowtide.trace.dry_run import Trace, dry_run
+from lowtide.trace.profile import profile
 from tests.helpers.handmade import Drawing
 
 CPU = torch.device("cpu")

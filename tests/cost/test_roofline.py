@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
+from lowtide.cost.price import with_costs_by_rule
 from lowtide.cost.roofline import LAUNCH_SECONDS, RATES, Kind, estimated_seconds, kind_of, moved_bytes
 from lowtide.ir.graph import Graph, Op
-from lowtide.planner.fit import with_costs_by_rule
 from lowtide.solvers.solution import GraphSolution
 from lowtide.zoo.gpt import GPT
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.compat.tensors import tensors_in
 from lowtide.execute.executor import evaluate
 from lowtide.execute.out_variants import kernel, tensor_leaves
 from lowtide.ir.builder import Growing
 from lowtide.ir.graph import Arg, Graph, Origin, Phase, Ref, Role, Symbol
 from lowtide.ir.validate import validate
-from lowtide.trace.graph_builder import GraphBuilder, tensors_in
+from lowtide.trace.graph_builder import GraphBuilder
 
 Function = Callable[..., Any]
 

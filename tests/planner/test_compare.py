@@ -18,11 +18,11 @@ from lowtide.errors import BadRequest, CannotApply, DeviceMissing, UnknownMethod
 from lowtide.execute.layer_hooks import apply
 from lowtide.planner.api import Rehearsal
 from lowtide.planner.compare import Comparison, Row, compare
-from lowtide.planner.fit import trace_training
 from lowtide.solvers import methods
 from lowtide.solvers.chains.baselines import EveryK
 from lowtide.solvers.method import Method
 from lowtide.trace.step import training_step
+from lowtide.trace.training import trace_training
 
 # 64 rows of 16 floats through four layers of linear and tanh, and a sum. Bytes: weights 4 × 1024, batch
 # 4096, what each layer hands on 4096, the loss and its gradient 512 each, as CUDA rounds.

@@ -16,8 +16,8 @@ from torch import nn
 import lowtide
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.ir.graph import Role
-from lowtide.planner.fit import trace_training
 from lowtide.solvers.solution import GraphSolution
+from lowtide.trace.training import trace_training
 from tests.helpers.transformer_models import small_transformer
 
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import zoo
 from lowtide.cost.measure import measure
-from lowtide.cost.profile import profile
 from lowtide.trace.dry_run import dry_run
+from lowtide.trace.profile import profile
 from tests.helpers.transformer_models import small_transformer
 
 Step = Callable[[], object]

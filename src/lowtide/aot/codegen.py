@@ -22,10 +22,11 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from lowtide.aot.eager_kernels import is_drawn_with, without_updates
+from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.errors import CannotApply
 from lowtide.ir.graph import Graph, Op, Phase
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
-from lowtide.trace.graph_builder import leaves, storage_key, target_name, tensors_in
+from lowtide.trace.graph_builder import target_name
 
 aten = torch.ops.aten
 

@@ -26,9 +26,9 @@ from torch._functorch.partitioners import default_partition
 
 from lowtide.aot.eager_kernels import use_eager_kernels
 from lowtide.aot.unused_outputs import assumption, cut_off, differentiable_outputs, gradientless
+from lowtide.compat.tensors import storage_key, tensors_in
 from lowtide.ir.graph import Phase
 from lowtide.trace.attribution import Attribution, Place
-from lowtide.trace.graph_builder import storage_key, tensors_in
 from lowtide.trace.hf_masks import unnoticed_by_transformers
 from lowtide.trace.recorder import Spot
 from lowtide.trace.user_lines import described, is_users

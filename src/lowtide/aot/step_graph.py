@@ -15,12 +15,13 @@ from torch import nn
 
 from lowtide.aot.capture import capture_forward
 from lowtide.aot.tangents import with_held_tangents
+from lowtide.cost.price import with_costs
+from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Graph, Phase, Role, Value
 from lowtide.ir.recomputable import between_graphs
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
-from lowtide.planner.fit import Progress, with_costs
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.step import Example, Loss
 

@@ -32,6 +32,8 @@ from lowtide.aot.sections import boxed, cut_in_two
 from lowtide.aot.tangents import with_held_tangents
 from lowtide.backend.observe import Drawn, Run, joined_runs, storages_of
 from lowtide.compat.ddp import let_go_of_old_buckets
+from lowtide.compat.tensors import tensors_in
+from lowtide.cost.price import with_costs
 from lowtide.distributed.agreement import TIMEOUT_SECONDS, agreed, largest
 from lowtide.distributed.ddp import with_buckets
 from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
@@ -40,12 +42,11 @@ from lowtide.execute.ops_graphs import refuse_graphs_of_the_backward
 from lowtide.ir.graph import Graph, Origin, Phase, Role, Value
 from lowtide.ir.recomputable import between_graphs
 from lowtide.ir.simulate import simulate
-from lowtide.planner.fit import with_costs
 from lowtide.solvers import methods, schedulers, solve
 from lowtide.solvers.refereed import LOWEST, SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
-from lowtide.text.units import parse_bytes
-from lowtide.trace.graph_builder import GraphBuilder, tensors_in
+from lowtide.text.budget import parse_bytes
+from lowtide.trace.graph_builder import GraphBuilder
 
 _OPTIONS = ("budget", "method", "profile")
 _steps: dict[int, tuple[Any, _Step]] = {}  # by the options of a torch.compile: these it hands over each time

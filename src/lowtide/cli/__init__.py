@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from lowtide._version import __version__
-from lowtide.cli.quiet import switch_progress
 from lowtide.errors import LowtideError
 
 _COMMANDS = ("fit", "saved", "plan", "compare", "batch", "check", "report", "explain", "solvers", "zoo")
@@ -57,4 +56,6 @@ class LazyGroup(click.Group):
 @click.pass_context
 def main(ctx: click.Context, progress: bool) -> None:
     """Know, before it runs, how much memory a PyTorch training step needs, and make it need less."""
+    from lowtide.text.progress import switch_progress
+
     switch_progress(ctx, progress)

@@ -20,8 +20,8 @@ def answer_layers(
     asked: Asked, method: str, budget: str | None, accumulate: int, cutting: Cutting, wanted: Wanted
 ) -> None:
     """Plan which layers to recompute, try that out, and tell."""
-    from lowtide.cli.progress import waiting
     from lowtide.planner.api import refuse_op_level_requests
+    from lowtide.text.progress import waiting
 
     refuse_op_level_requests(budget, accumulate)
     with undisturbed():

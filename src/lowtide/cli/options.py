@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from lowtide.errors import BadRequest
-from lowtide.text.units import parse_budget, parse_bytes
+from lowtide.text.budget import parse_budget, parse_bytes
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.trace.step, which would import torch
 EFFORTS = ("full", "quick")  # those of lowtide.solvers.method, which would import numpy

@@ -12,10 +12,10 @@ from lowtide.cli.preparing import Asked, Cutting, Wanted, default_device
 from lowtide.cli.quiet import undisturbed
 
 if TYPE_CHECKING:
-    from lowtide.cli.progress import Stages
     from lowtide.planner.ops import StepBudget
     from lowtide.solvers.method import Scheduler
     from lowtide.solvers.solution import GraphSolution
+    from lowtide.text.progress import Stages
     from lowtide.zoo.setup import Setup
 
 
@@ -28,9 +28,9 @@ def answer_ops(
     wanted: Wanted,
 ) -> None:
     """Plan which ops to recompute within a budget, and tell."""
-    from lowtide.cli.progress import stages
     from lowtide.planner.api import refuse_cutting
     from lowtide.report.text.scheduled import print_schedule
+    from lowtide.text.progress import stages
 
     refuse_cutting(cutting.granularity, cutting.modules or None)
     with undisturbed(), stages() as stage:
@@ -56,10 +56,10 @@ def answer_frontier(
     wanted: Wanted,
 ) -> None:
     """Plan within many budgets, from the plain step to the lowest peak, and tell."""
-    from lowtide.cli.progress import stages
     from lowtide.planner.api import refuse_cutting
     from lowtide.report.picture.frontier import frontier_picture, print_frontier
     from lowtide.solvers.frontier import frontier
+    from lowtide.text.progress import stages
 
     refuse_cutting(cutting.granularity, cutting.modules or None)
     with undisturbed(), stages() as stage:

@@ -115,8 +115,8 @@ def load_model(model: str, sizes: Mapping[str, int | None], device: str = "meta"
 
 def rehearsed(setup: Setup, *, optimizer: str | None, device: str | None, profile: bool) -> Rehearsal:
     """A rehearsal whose plain step has been traced; on a terminal that is shown."""
-    from lowtide.cli.progress import stages
     from lowtide.planner.api import Rehearsal
+    from lowtide.text.progress import stages
 
     with stages() as stage:
         stage.begin("running the step on fake tensors")
@@ -136,8 +136,8 @@ def rehearsed(setup: Setup, *, optimizer: str | None, device: str | None, profil
 
 def predicted(asked: Asked, budget: int | None = None) -> tuple[Setup, Fit]:
     """What was asked for, built and predicted; on a terminal that is shown."""
-    from lowtide.cli.progress import stages
     from lowtide.planner.fit import fit
+    from lowtide.text.progress import stages
 
     with stages() as stage:
         stage.begin("building the model")

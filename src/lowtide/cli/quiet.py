@@ -8,10 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
-import click
-
-_PROGRESS = "lowtide.progress"  # where the context of a command keeps whether progress is wanted
-
 
 def hush_libraries() -> None:
     """Turn off what libraries print about themselves. To be called before they are imported.
@@ -33,14 +29,3 @@ def undisturbed() -> Iterator[None]:
             yield
     finally:
         kernels.disabled = before
-
-
-def switch_progress(ctx: click.Context, wanted: bool) -> None:
-    """Show progress in this run of the command line, or do not."""
-    ctx.meta[_PROGRESS] = wanted
-
-
-def wants_progress() -> bool:
-    """Whether progress may be shown: unless it was switched off."""
-    ctx = click.get_current_context(silent=True)
-    return ctx is None or bool(ctx.meta.get(_PROGRESS, True))

@@ -18,9 +18,9 @@ from lowtide.cli.preparing import (
 from lowtide.cli.quiet import undisturbed
 
 if TYPE_CHECKING:
-    from lowtide.cli.progress import Stages
     from lowtide.report.content.contents import Contents
     from lowtide.solvers.solution import GraphSolution
+    from lowtide.text.progress import Stages
     from lowtide.trace.dry_run import Trace
     from lowtide.zoo.setup import Setup
 
@@ -70,10 +70,10 @@ def written(contents: Contents, extent: Extent, path: Path) -> None:
 
 def contents_of_file(source: str, extent: Extent) -> Contents:
     """A report on a saved plan. What the file does not hold is said to be absent."""
-    from lowtide.cli.progress import stages
     from lowtide.report.content.contents import of_layers, of_ops
     from lowtide.solvers.files import load_solution
     from lowtide.solvers.solution import GraphSolution
+    from lowtide.text.progress import stages
 
     solution = load_solution(source)
     with stages() as stage:
@@ -119,10 +119,10 @@ def _planned_ops(
     extent: Extent,
 ) -> tuple[Contents, Trace]:
     from lowtide.cli.opwise import captured, notes_of, title_of
-    from lowtide.cli.progress import stages
     from lowtide.planner.api import refuse_cutting
     from lowtide.report.content.contents import of_ops
     from lowtide.report.content.curve import Curve
+    from lowtide.text.progress import stages
 
     refuse_cutting(cutting.granularity, cutting.modules or None)
     with stages() as stage:

@@ -11,8 +11,8 @@ from lowtide.cli.preparing import default_device, load_model
 from lowtide.errors import BadRequest
 
 if TYPE_CHECKING:
-    from lowtide.cli.progress import Stages
     from lowtide.ir.graph import Graph
+    from lowtide.text.progress import Stages
     from lowtide.zoo.setup import Setup
 
 _TWO_LAYERS = "mlp"

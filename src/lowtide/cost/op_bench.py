@@ -13,12 +13,12 @@ import torch
 from torch._C._profiler import _EventType, _ProfilerEvent
 from torch.profiler import record_function
 
+from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.cost.cache import Cost
 from lowtide.cost.measure import allocator_events, cpu_blocks, growth
 from lowtide.ir.graph import Arg, Ref, Symbol, Tensor
 from lowtide.ir.simulate import allocator_of
 from lowtide.ir.validate import extent_bytes
-from lowtide.trace.graph_builder import leaves, storage_key, tensors_in
 
 _RUNS = 4
 _OPAQUE = "uint8"

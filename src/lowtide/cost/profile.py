@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,11 +20,9 @@ from lowtide.cost.cublas import library_bytes, with_library
 from lowtide.cost.measure import present_device
 from lowtide.cost.op_bench import Call, Failure, measure_calls
 from lowtide.errors import BadFile
-from lowtide.ir.graph import Graph, Op, Role
-from lowtide.trace.dry_run import Trace
-from lowtide.trace.graph_builder import arguments_of
+from lowtide.ir.graph import Graph, Op, Role, Tensor, argument_tensors
 
-Progress = Callable[[int, int], None]
+Progress: TypeAlias = Callable[[int, int], None]  # ops done, ops in all
 
 _CHUNK = 64  # calls measured under one recording on the CPU
 _SMALL_BYTES = 32 << 20  # a call up to this is quick enough to be run on the CPU without trying it smaller
@@ -41,54 +39,19 @@ class Caps:
     op_seconds: float = 0.25
 
 
-class Options(TypedDict, total=False):
-    """What `profile` may be told."""
-
-    device: str | torch.device | None
-    cache: Path | None
-    caps: Caps | None
-    progress: Progress | None
-
-
 def default_cache_path() -> Path:
     """Where costs are kept unless told otherwise."""
     return Path.home() / ".cache" / "lowtide" / "costs.sqlite"
 
 
-@overload
-def profile(traced: Graph, **options: Unpack[Options]) -> Graph: ...
-@overload
-def profile(traced: Trace, **options: Unpack[Options]) -> Trace: ...
-def profile(traced: Graph | Trace, **options: Unpack[Options]) -> Graph | Trace:
-    """Return `traced` (a graph, or a trace) with workspace bytes and seconds for every op.
-
-    Each distinct (op, shapes, strides, dtypes, arguments) runs a few times on scratch tensors on
-    `device`, by default the graph's own; nothing of the model is touched, and random streams are left
-    as they were. Where a kernel's real outputs are larger or smaller than predicted (opaque reserves of
-    cuDNN, say), the values are corrected. Costs are kept in `cache` and looked up there first.
-
-    Ops above `caps` are measured at smaller sizes and extrapolated linearly (`op.extrapolated`). Ops
-    whose kernel cannot be run on made-up arguments keep a cost of zero and are named in `graph.notes`.
-
-    Where costs cannot be kept, `graph.notes` say so.
-
-    Raises:
-        BadRequest: the device is none that lowtide profiles on.
-        DeviceMissing: the device is not on this machine.
-        BadFile: `cache` was given and cannot be used.
-    """
-    if isinstance(traced, Trace):
-        return replace(traced, graph=_profile_graph(traced.graph, **options))
-    return _profile_graph(traced, **options)
-
-
-def _profile_graph(
+def profile(
     graph: Graph,
     device: str | torch.device | None = None,
     cache: Path | None = None,
     caps: Caps | None = None,
     progress: Progress | None = None,
 ) -> Graph:
+    """`graph` with workspace bytes and seconds for every op: see `lowtide.profile`."""
     where = present_device(graph.device if device is None else device, "profile")
     notes: list[str] = []
     store: CostCache | None = None
@@ -216,7 +179,7 @@ def _not_kept(error: BadFile) -> str:
 
 def call_of(op: Op, graph: Graph) -> Call:
     """The op as a call that can be made without its graph."""
-    arguments = arguments_of(op, graph)
+    arguments = _arguments(op, graph)
     made = [graph.tensors[output] for output in op.outputs if output is not None]
     forward = _forward_of(op, graph)
     return Call(
@@ -232,6 +195,11 @@ def call_of(op: Op, graph: Graph) -> Call:
     )
 
 
+def _arguments(op: Op, graph: Graph) -> list[Tensor]:
+    """The tensors an op is called with."""
+    return [graph.tensors[tensor] for tensor in argument_tensors(op)]
+
+
 def _forward_of(op: Op, graph: Graph) -> Op | None:
     """The op that left its results for this one: `aten.native_dropout` for `aten.native_dropout_backward`.
 
@@ -240,7 +208,7 @@ def _forward_of(op: Op, graph: Graph) -> Op | None:
     name = op.target.split(".")[1]
     if not name.endswith("_backward"):
         return None
-    creators = (graph.creator.get(tensor.value) for tensor in arguments_of(op, graph))
+    creators = (graph.creator.get(tensor.value) for tensor in _arguments(op, graph))
     found = Counter(creator for creator in creators if creator is not None)
     likely = (graph.ops[creator] for creator, _ in found.most_common())
     return next(

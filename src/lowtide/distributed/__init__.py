@@ -19,6 +19,7 @@ from torch import nn
 
 from lowtide._version import __version__
 from lowtide.chain.cuts import Granularity
+from lowtide.cost.profile import Progress
 from lowtide.distributed.agreement import TIMEOUT_SECONDS, agreed
 from lowtide.distributed.steps import (
     Engine,
@@ -36,7 +37,6 @@ from lowtide.execute.layer_hooks import apply as apply_segments
 from lowtide.execute.layer_hooks import remove as remove_segments
 from lowtide.execute.ops_forward import reroute
 from lowtide.planner.api import ON_NEW_SHAPE, Rehearsal, refuse_cutting, refuse_op_level_requests
-from lowtide.planner.fit import Progress
 from lowtide.solvers import default_method, is_scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.trace.step import (

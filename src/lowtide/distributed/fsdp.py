@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lowtide.compat.tensors import storage_key, tensors_in
 from lowtide.ir.graph import Role
-from lowtide.planner.fit import blaming_the_users_code
 from lowtide.trace.dry_run import StepRecorder, Trace
-from lowtide.trace.graph_builder import storage_key, tensors_in
 from lowtide.trace.recorder import Spot
 from lowtide.trace.step import Example, Loss, build_optimizer, training_step
+from lowtide.trace.training import blaming_the_users_code
 
 Shard = Callable[[nn.Module], nn.Module]  # puts `fully_shard` on a model and its blocks, and returns it
 

@@ -15,13 +15,13 @@ from lowtide.chain.chain import Chain
 from lowtide.chain.cuts import Granularity
 from lowtide.chain.plan import Plan
 from lowtide.chain.unroll import replay
+from lowtide.cost.price import with_costs
 from lowtide.distributed.ddp import copying_outputs, replicated, with_buckets
 from lowtide.distributed.fsdp import Shard, hollow, trace_sharded
 from lowtide.execute.apply import set_aside
 from lowtide.execute.layer_hooks import apply as apply_segments
 from lowtide.ir.graph import Graph
 from lowtide.planner.api import Rehearsal
-from lowtide.planner.fit import with_costs
 from lowtide.planner.ops import StepBudget
 from lowtide.solvers.solution import Solution
 from lowtide.trace.dry_run import Trace

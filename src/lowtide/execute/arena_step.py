@@ -15,6 +15,8 @@ from torch import nn
 
 from lowtide.aot.capture import capture
 from lowtide.arena.layout import Layout
+from lowtide.cost.price import with_costs
+from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest
 from lowtide.execute.apply import set_aside
 from lowtide.execute.executor import Executor
@@ -23,7 +25,6 @@ from lowtide.execute.memory import Memory
 from lowtide.execute.out_variants import Moves
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Schedule, straight
-from lowtide.planner.fit import Progress, with_costs
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.text.units import format_bytes
 from lowtide.trace.inputs import named_inputs

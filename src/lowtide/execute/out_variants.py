@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from lowtide.compat.tensors import leaves
 from lowtide.cost.op_bench import resolve
 from lowtide.ir.graph import Graph
-from lowtide.trace.graph_builder import leaves
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from lowtide.errors import BadRequest, MissingExtra
 from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
-from lowtide.integrations.waiting import bar_while_planning
 from lowtide.solvers.method import Method, Scheduler
+from lowtide.text.progress import bar_while_planning
 from lowtide.trace.step import Loss
 
 try:

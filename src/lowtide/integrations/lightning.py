@@ -18,10 +18,10 @@ from torch._guards import detect_fake_mode
 from lowtide.errors import BadRequest, MissingExtra
 from lowtide.execute.apply import plans_of, remove
 from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
-from lowtide.integrations.waiting import bar_while_planning
 from lowtide.solvers import is_scheduler
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
+from lowtide.text.progress import bar_while_planning
 from lowtide.trace.step import Loss
 
 try:

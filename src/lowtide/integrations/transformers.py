@@ -8,9 +8,9 @@ from lowtide.distributed import Replicated
 from lowtide.errors import BadRequest, MissingExtra
 from lowtide.execute.apply import plans_of, remove
 from lowtide.integrations.ranks import optimize_where_it_trains
-from lowtide.integrations.waiting import bar_while_planning
 from lowtide.solvers.method import Method, Scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
+from lowtide.text.progress import bar_while_planning
 from lowtide.trace.step import Loss
 
 try:

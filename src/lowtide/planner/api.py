@@ -16,6 +16,7 @@ from lowtide.chain.chain import Chain
 from lowtide.chain.cuts import Granularity, Step
 from lowtide.chain.plan import Plan
 from lowtide.chain.sizes import chain_of
+from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.execute.apply import remove, set_aside
 from lowtide.execute.identity import described_inputs, fingerprint
@@ -25,15 +26,15 @@ from lowtide.execute.layer_hooks import remove as remove_segments
 from lowtide.execute.ops_forward import reroute
 from lowtide.ir.cuda_allocator import cached
 from lowtide.ir.graph import Phase, Role
-from lowtide.planner.fit import Progress, trace_training
 from lowtide.planner.ops import StepBudget
 from lowtide.solvers import at_effort, default_method, is_scheduler, solve
 from lowtide.solvers.method import Effort, Method, Scheduler
 from lowtide.solvers.refereed import LOWEST
 from lowtide.solvers.solution import Confirmation, GraphSolution, Solution
-from lowtide.text.units import parse_budget
+from lowtide.text.budget import parse_budget
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.step import Arguments, Example, Loss, Updates, arguments, check_optimizer
+from lowtide.trace.training import trace_training
 
 _TRIES = 6
 ON_NEW_SHAPE = ("plan", "error")

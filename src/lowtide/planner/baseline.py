@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import BadRequest
+from lowtide.text.budget import parse_budget
 from lowtide.text.documents import Json, Reader, Unexpected, read_document, understanding, write_document
 from lowtide.text.rounding import Unit, unit_for
 from lowtide.text.table import Table
-from lowtide.text.units import format_bytes, parse_budget
+from lowtide.text.units import format_bytes
 
 _KIND = "baseline"
 _MOST_ROWS = 12

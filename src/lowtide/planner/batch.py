@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from lowtide.cost.measure import Reading, measure, present_device
+from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, InfeasibleBudget
 from lowtide.execute.apply import apply
 from lowtide.planner.batch_search import Plain, Planned, Reached, settled
 from lowtide.planner.batch_steps import MOST, Asked, Batch, BatchOf, Steps, Telling
-from lowtide.planner.fit import Progress
 from lowtide.solvers import default_method, is_scheduler, schedulers, solve
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.refereed import LOWEST
-from lowtide.text.units import parse_bytes
+from lowtide.text.budget import parse_bytes
 from lowtide.trace.step import Loss, Updates, optimizer_of, training_step
 
 _WARM_UP = 2  # libraries set themselves up in the first steps, and optimizers make their states

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lowtide.cost.price import with_costs_by_rule
+from lowtide.cost.profile import Progress
 from lowtide.ir.graph import Graph
 from lowtide.planner.batch_family import DoesNotScale, Family, check_same_sizes, family_of, with_costs_of
-from lowtide.planner.fit import Progress, with_costs_by_rule
 from lowtide.planner.largest import largest_that
 from lowtide.planner.ops import StepBudget
 from lowtide.trace.dry_run import Trace

@@ -17,16 +17,17 @@ from lowtide.chain.cuts import Granularity
 from lowtide.chain.plan import Plan
 from lowtide.cost.measure import measure as read_peak
 from lowtide.cost.measure import present_device, seconds_of
+from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, CannotApply, CannotTrace, UnknownMethod
 from lowtide.execute.layer_hooks import apply, set_aside
 from lowtide.ir.graph import Role
 from lowtide.planner.api import Rehearsal
-from lowtide.planner.fit import Progress
 from lowtide.solvers import methods as registered
 from lowtide.solvers import schedulers
 from lowtide.solvers.method import Method
 from lowtide.solvers.solution import Confirmation, Solution
-from lowtide.text.units import format_bytes, parse_budget
+from lowtide.text.budget import parse_budget
+from lowtide.text.units import format_bytes
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.step import arguments, optimizer_name, optimizer_of, training_step
 

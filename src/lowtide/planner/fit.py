@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.cost.cuda_rules import CONTEXT_BYTES, price
-from lowtide.cost.profile import profile as run_each_op
-from lowtide.cost.roofline import with_estimated_seconds
-from lowtide.errors import BadRequest, LowtideError
+from lowtide.cost.cuda_rules import CONTEXT_BYTES
+from lowtide.cost.price import is_here
+from lowtide.cost.profile import Progress
 from lowtide.ir.cuda_allocator import cached
-from lowtide.ir.graph import Graph, Op
+from lowtide.ir.graph import Op
 from lowtide.ir.simulate import Category
-from lowtide.text.units import format_bytes, parse_bytes
-from lowtide.trace.dry_run import Trace, dry_run
-from lowtide.trace.step import CALLS_USERS_CODE, Example, Loss, Updates, optimizer_of, training_step
-from lowtide.trace.user_lines import OURS, is_users, shortened
-
-Progress: TypeAlias = Callable[[int, int], None]  # ops done, ops in all
+from lowtide.text.budget import parse_bytes
+from lowtide.text.units import format_bytes
+from lowtide.trace.dry_run import Trace
+from lowtide.trace.step import Example, Loss
+from lowtide.trace.training import trace_training
 
 _NO_WORKSPACES = (
     "workspaces are not included: the step was not profiled, and kernels (convolutions above all) "
@@ -189,7 +185,7 @@ def fit(
         name=name,
         progress=progress,
     )
-    here = _is_here(trace.graph.device)
+    here = is_here(trace.graph.device)
     return Fit(
         model=name or type(model).__name__,
         trace=trace,
@@ -200,77 +196,6 @@ def fit(
         reserved_bytes=_reserved(trace),
         context_bytes=CONTEXT_BYTES if trace.graph.device.startswith("cuda") else None,
     )
-
-
-def trace_training(
-    model: nn.Module,
-    example: Example,
-    loss: Loss | None = None,
-    *,
-    optimizer: Updates | None = None,
-    device: str | torch.device | None = None,
-    profile: bool = True,
-    name: str | None = None,
-    progress: Progress | None = None,
-) -> Trace:
-    """A dry run of the step that `fit` describes, with the costs of its ops if `profile`."""
-    updates = optimizer_of(optimizer, model, device)
-    step = training_step(model, example, loss, updates)
-    with empty_gradients(model), blaming_the_users_code():
-        trace = dry_run(
-            step, model=model, optimizer=updates, device=device, warmup=0 if updates is None else 1, name=name
-        )
-    return replace(trace, graph=with_costs(trace.graph, progress)) if profile else trace
-
-
-@contextmanager
-def empty_gradients(model: nn.Module) -> Iterator[None]:
-    """Without the gradients that an earlier step has left, while the block runs."""
-    left = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in left:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in left:
-            parameter.grad = gradient
-
-
-@contextmanager
-def blaming_the_users_code() -> Iterator[None]:
-    """Turn what the user's code raises while the block runs into BadRequest, with the user's own frames."""
-    try:
-        yield
-    except LowtideError:
-        raise
-    except Exception as error:  # the model and the loss are the user's code and may raise anything
-        if _is_lowtides_bug(error):
-            raise
-        raise BadRequest(f"the training step raised an error.\n{shortened(error)}") from error
-
-
-def _is_lowtides_bug(error: Exception) -> bool:
-    """Whether an error comes from lowtide itself; the file that calls the user's code excepted."""
-    origin = traceback.extract_tb(error.__traceback__)[-1].filename
-    inside = origin.startswith(f"{OURS}/") and not is_users(origin)
-    return inside and origin != CALLS_USERS_CODE
-
-
-# Costs -----------------------------------------------------------------------------------------------
-
-
-def with_costs(graph: Graph, progress: Progress | None = None) -> Graph:
-    """`graph` with costs: measured where its device is, else those that are known of it."""
-    return run_each_op(graph, progress=progress) if _is_here(graph.device) else with_costs_by_rule(graph)
-
-
-def with_costs_by_rule(graph: Graph) -> Graph:
-    """`graph`, which is for CUDA, with the workspaces that are known, and seconds that are estimated."""
-    return with_estimated_seconds(price(graph))
-
-
-def _is_here(device: str) -> bool:
-    return not device.startswith("cuda") or torch.cuda.is_available()
 
 
 def _reserved(trace: Trace) -> int | None:

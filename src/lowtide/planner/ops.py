@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lowtide.aot.step_graph import step_graph
+from lowtide.cost.profile import Progress
 from lowtide.errors import InfeasibleBudget
 from lowtide.execute.apply import set_aside
 from lowtide.execute.identity import fingerprint
@@ -21,14 +22,14 @@ from lowtide.ir.cuda_allocator import cached
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Schedule
 from lowtide.ir.simulate import simulate
-from lowtide.planner.fit import Progress, trace_training
 from lowtide.solvers import solve
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.refereed import LOWEST, SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
-from lowtide.text.units import parse_budget
+from lowtide.text.budget import parse_budget
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.step import Example, Loss, Updates, arguments
+from lowtide.trace.training import trace_training
 
 _TRIES = 6
 

@@ -13,7 +13,7 @@ from lowtide.ir.schedule import Compute, Schedule, straight
 from lowtide.ir.simulate import Timeline, simulate
 from lowtide.solvers.method import GraphMethod, Scheduler
 from lowtide.solvers.solution import GraphSolution, ScheduleAnswer
-from lowtide.text.units import parse_budget
+from lowtide.text.budget import parse_budget
 
 LOWEST = "min"  # the budget that asks for the lowest peak there is
 

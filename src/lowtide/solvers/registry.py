@@ -34,7 +34,7 @@ from lowtide.solvers.ops.evict import Evict
 from lowtide.solvers.ops.exact import Exact
 from lowtide.solvers.refereed import SolverMistake, solve_graph
 from lowtide.solvers.solution import GraphSolution, Solution
-from lowtide.text.units import parse_budget
+from lowtide.text.budget import parse_budget
 
 _METHODS: tuple[type[Method], ...] = (
     KeepAll,

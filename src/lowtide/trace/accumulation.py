@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.trace.graph_builder import storage_key
+from lowtide.compat.tensors import storage_key
 
 aten = torch.ops.aten
 

@@ -6,14 +6,15 @@ that carry shapes, strides and storages. Storages become values; views fold into
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.errors import CannotTrace
-from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value, argument_tensors
+from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value
 
 aten = torch.ops.aten
 
@@ -74,45 +75,6 @@ def target_name(func: Any) -> str:
 def symbol_text(found: object) -> str:
     """'float32' for torch.float32, 'cuda:0' for that device."""
     return str(found).removeprefix("torch.")
-
-
-def tensors_in(*nests: object) -> Iterator[torch.Tensor]:
-    """The tensors in an op's arguments or results, in order.
-
-    These nest lists, tuples and dicts only; a general tree walk would cost more than the op itself.
-    """
-    for nest in nests:
-        if isinstance(nest, torch.Tensor):
-            yield nest
-        elif isinstance(nest, list | tuple):
-            yield from tensors_in(*nest)
-        elif isinstance(nest, dict):
-            yield from tensors_in(*nest.values())
-
-
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> Any:
-    """An op's arguments or results with every tensor replaced."""
-    if isinstance(nest, torch.Tensor):
-        return change(nest)
-    if isinstance(nest, list | tuple):
-        return type(nest)([map_tensors(change, item) for item in nest])
-    if isinstance(nest, dict):
-        return {key: map_tensors(change, item) for key, item in nest.items()}
-    return nest
-
-
-def leaves(nest: object) -> Iterator[object]:
-    """Everything in an op's results that is not itself a list or tuple."""
-    if isinstance(nest, list | tuple):
-        for item in nest:
-            yield from leaves(item)
-    else:
-        yield nest
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """What two tensors share if and only if they share memory, while either is alive."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 class GraphBuilder:
@@ -284,8 +246,3 @@ class GraphBuilder:
             if isinstance(arg, kind):
                 return Symbol(name, symbol_text(arg))
         return Symbol("object", type(arg).__name__)
-
-
-def arguments_of(op: Op, graph: Graph) -> list[Tensor]:
-    """The tensors an op is called with."""
-    return [graph.tensors[tensor] for tensor in argument_tensors(op)]

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtide.trace.graph_builder import leaves, map_tensors, tensors_in
+from lowtide.compat.tensors import leaves, map_tensors, tensors_in
 
 _MOST_ELEMENTS = 1 << 20  # beyond this, following would cost time and memory of its own
 

@@ -17,10 +17,11 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+from lowtide.compat.tensors import map_tensors, storage_key, tensors_in
 from lowtide.ir.graph import Op, Phase
 from lowtide.trace.accumulation import Accumulation
 from lowtide.trace.fakes import Resident, Twins
-from lowtide.trace.graph_builder import GraphBuilder, map_tensors, storage_key, tensors_in
+from lowtide.trace.graph_builder import GraphBuilder
 from lowtide.trace.known_values import Shadows
 
 aten = torch.ops.aten

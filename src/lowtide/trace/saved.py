@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lowtide.compat.tensors import tensors_in
 from lowtide.ir.graph import Graph, Op, Phase, Role, Tensor
 from lowtide.ir.schedule import Compute
 from lowtide.ir.simulate import allocator_of
-from lowtide.planner.fit import blaming_the_users_code, empty_gradients
 from lowtide.trace.dry_run import StepRecorder, Trace
-from lowtide.trace.graph_builder import symbol_text, tensors_in
+from lowtide.trace.graph_builder import symbol_text
 from lowtide.trace.recorder import Spot
 from lowtide.trace.saved_report import Held, Saved, SavedValue, Saver, Why
 from lowtide.trace.step import CALLS_USERS_CODE, Example, Loss, loss_of, training_step
+from lowtide.trace.training import blaming_the_users_code, empty_gradients
 from lowtide.trace.user_lines import line_within
 
 _PREFIX = "_raw_saved_"  # of the attributes of a node that hold what it has saved

@@ -14,10 +14,10 @@ from lowtide.cli.quiet import hush_libraries, undisturbed
 from lowtide.errors import BadRequest
 
 if TYPE_CHECKING:
-    from lowtide.cli.progress import Stages
     from lowtide.cost.measure import Reading
     from lowtide.planner.batch import LargestBatch
     from lowtide.planner.batch_steps import Batch
+    from lowtide.text.progress import Stages
     from lowtide.zoo.setup import Setup
 
 
@@ -61,7 +61,7 @@ def command(
 
     Exit code: 0 there is one, 2 bad request, or not even the smallest batch fits.
     """
-    from lowtide.cli.progress import stages
+    from lowtide.text.progress import stages
 
     hush_libraries()
     where = device or default_device()

@@ -55,8 +55,8 @@ def command(
     Exit code: 0 fine, 2 bad request.
     """
     hush_libraries()
-    from lowtide.cli.progress import progress_bar, waiting
     from lowtide.planner.compare import check_methods, compare
+    from lowtide.text.progress import progress_bar, waiting
 
     check_can_draw(plot)
     check_methods(methods)  # before any work

@@ -153,7 +153,7 @@ def command(
 
     Exit code: 0 fine, 2 bad request.
     """
-    from lowtide.cli.progress import stages
+    from lowtide.text.progress import stages
 
     hush_libraries()
     _check_can_draw(plot)

@@ -27,7 +27,7 @@ def command(model: str, device: str | None, as_json: bool, **sizes: int | None) 
 
     Nothing is allocated and nothing is trained. Exit code: 0 fine, 2 bad request.
     """
-    from lowtide.cli.progress import waiting
+    from lowtide.text.progress import waiting
 
     hush_libraries()
     with undisturbed(), waiting("running the step on fake tensors"):

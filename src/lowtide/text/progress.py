@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+import click
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -16,9 +17,19 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from lowtide.cli.quiet import wants_progress
-
+_PROGRESS = "lowtide.progress"  # where the context of a command keeps whether progress is wanted
 _PATIENCE_SECONDS = 1.0  # what is over sooner needs no bar
+
+
+def switch_progress(ctx: click.Context, wanted: bool) -> None:
+    """Show progress in this run of the command line, or do not."""
+    ctx.meta[_PROGRESS] = wanted
+
+
+def wants_progress() -> bool:
+    """Whether progress may be shown: unless it was switched off."""
+    ctx = click.get_current_context(silent=True)
+    return ctx is None or bool(ctx.meta.get(_PROGRESS, True))
 
 
 def _terminal() -> Console | None:
@@ -52,6 +63,29 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     finally:
         over = True
         bar.stop()
+
+
+def bar_while_planning(wanted: bool) -> Callable[[int, int], None] | None:
+    """What to call with (done, of) in the first step of a training: a terminal shows a bar until all is done.
+
+    None if it is not wanted.
+    """
+    if not wanted:
+        return None
+    shown = ExitStack()
+    update: Callable[[int, int], None] | None = None
+
+    def tell(done: int, of: int) -> None:
+        nonlocal update
+        if update is None:
+            update = shown.enter_context(progress_bar("planning the training step"))
+        if update is not None:
+            update(done, of)
+        if done == of:
+            shown.close()
+            update = None
+
+    return tell
 
 
 @contextmanager

@@ -6,10 +6,15 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import lowtide.compat
 from lowtide.compat.private import Private
@@ -29,14 +34,39 @@ def boxed() -> object:
     return pkgutil.resolve_name("torch._functorch._aot_autograd.utils.make_boxed_func")(print)
 
 
+def replicated() -> object:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        return DistributedDataParallel(torch.nn.Linear(1, 1))
+    finally:
+        dist.destroy_process_group()
+
+
+def lightning_module() -> object:
+    return pytest.importorskip("lightning.pytorch").LightningModule()
+
+
 # Classes whose attributes only their instances have.
 EXAMPLES: dict[str, Callable[[], object]] = {
     "torch._functorch._aot_autograd.utils.make_boxed_func": boxed,
     "torch._dynamo.eval_frame.OptimizedModule": lambda: torch.compile(torch.nn.ReLU(), backend="eager"),
+    "torch._ops.OpOverload": lambda: torch.ops.aten.relu.default,
+    "torch.autograd.graph.Node": lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
+    "torch.nn.Module": torch.nn.Module,
+    "torch.nn.parallel.DistributedDataParallel": replicated,
+    "torch.distributed.tensor.DTensor": lambda: DTensor,
+    "lightning.pytorch.LightningModule": lightning_module,
 }
 
 
-def resolved(name: str) -> Any:
+def resolved(private: Private) -> Any:
+    """What goes by the name. What only CUDA has is looked for in the stub that every build comes with."""
+    name = private.name
+    if private.needs_cuda and not torch.backends.cuda.is_built():
+        stub = (Path(torch.__file__).parent / "_C" / "__init__.pyi").read_text(encoding="utf-8")
+        if f"def {name.removeprefix('torch._C.')}(" not in stub:
+            raise AttributeError(f"the stub of torch._C does not have '{name}'")
+        return None
     owner, _, attribute = name.rpartition(".")
     return getattr(EXAMPLES[owner](), attribute) if owner in EXAMPLES else pkgutil.resolve_name(name)
 
@@ -44,7 +74,7 @@ def resolved(name: str) -> Any:
 def complaint(module: str, private: Private) -> str | None:
     """What is wrong with a private name here; None if nothing is."""
     try:
-        found = resolved(private.name)
+        found = resolved(private)
         missing = set(private.parameters) - set(
             inspect.signature(found).parameters if private.parameters else ()
         )

@@ -9,8 +9,29 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lowtide.compat.private import Private
+
+PRIVATE = (
+    Private(
+        "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
+        "tells inside of which wrapper a forward runs",
+    ),
+    Private(
+        "torch.nn.parallel.DistributedDataParallel._join_config", "tells whether ranks may run out of batches"
+    ),
+    Private(
+        "torch.nn.parallel.DistributedDataParallel._has_rebuilt_buckets", "tells whether the buckets are new"
+    ),
+)
+
 _NOTICING_SECONDS = 0.3  # NCCL's thread looks ten times a second
 _settled: WeakSet[DistributedDataParallel] = WeakSet()  # those whose buckets will not change any more
+
+
+def active_wrapper() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward is running; None if there is none."""
+    found: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    return found
 
 
 def let_go_of_old_buckets() -> None:
@@ -21,7 +42,7 @@ def let_go_of_old_buckets() -> None:
     So all ranks wait for that thread and reduce a single number, once in a training. Where ranks may have run
     out of batches (`join`), this is not done.
     """
-    wrapper = DistributedDataParallel._get_active_ddp_module()
+    wrapper = active_wrapper()
     if wrapper is None or wrapper in _settled:
         return
     if wrapper._join_config.enable or not wrapper._has_rebuilt_buckets:

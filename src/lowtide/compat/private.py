@@ -12,11 +12,12 @@ class Private:
     """One private name: what it is for, and the releases of its library in which it was seen.
 
     `name` is the full name: 'torch._C._current_graph_task_id', or 'torch.Tensor._version' for an attribute.
-    `parameters` are those that lowtide passes by name. `tests/compat` fails, and says what to look at, where
-    the name or one of the parameters is gone.
+    `parameters` are those that lowtide passes by name. What `needs_cuda` is missing in builds for the CPU.
+    `tests/compat` fails, and says what to look at, where the name or one of the parameters is gone.
     """
 
     name: str
     why: str
     parameters: tuple[str, ...] = ()
     seen: tuple[str, ...] = TORCHES
+    needs_cuda: bool = False

@@ -6,6 +6,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+
+from lowtide.compat.private import Private
+
+PRIVATE = (
+    Private("torch.UntypedStorage._cdata", "what two tensors share if they share memory"),
+    Private("torch.multiprocessing.reductions.StorageWeakRef", "knows a storage without keeping it alive"),
+    Private("torch.Tensor._use_count", "how many references the engine would find to a tensor"),
+    Private("torch._C._storage_Use_Count", "how many references the engine would find to a storage"),
+    Private("torch.Tensor._version", "tells whether a buffer was written to"),
+    Private("torch.Tensor._backward_hooks", "hooks that a dry run does not call"),
+    Private("torch.Tensor._post_accumulate_grad_hooks", "hooks that a dry run does not call"),
+)
 
 
 def tensors_in(*nests: object) -> Iterator[torch.Tensor]:
@@ -44,4 +57,24 @@ def leaves(nest: object) -> Iterator[object]:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """What two tensors share if and only if they share memory, while either is alive."""
-    return int(tensor.untyped_storage()._cdata)
+    return key_of_storage(tensor.untyped_storage())
+
+
+def key_of_storage(storage: torch.UntypedStorage) -> int:
+    """What `storage_key` says of the tensors that look at `storage`."""
+    return int(storage._cdata)
+
+
+def reference_counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """References to a tensor and to its storage, as seen from inside a dispatch mode."""
+    return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))  # type: ignore[attr-defined]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or a view of its storage, was written to."""
+    return tensor._version
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a gradient of `parameter` would call hooks."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)

@@ -1,0 +1,25 @@
+"""Collectives and sharded tensors from within, for steps that run on one rank alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lowtide.compat.private import Private
+
+PRIVATE = (
+    Private("torch._C._distributed_c10d.FakeWork", "a collective that is over as soon as it is waited for"),
+    Private("torch.distributed.tensor.DTensor._local_tensor", "what this rank holds of a tensor"),
+)
+
+
+def finished_work() -> Any:
+    """What a collective returns that is over as soon as it is waited for."""
+    return torch._C._distributed_c10d.FakeWork().boxed()
+
+
+def local_part(thing: object) -> object:
+    """What this rank holds of a tensor; anything else as it is."""
+    return thing._local_tensor if isinstance(thing, DTensor) else thing

@@ -4,18 +4,35 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint docs format clean
+.PHONY: demo test test-all style types lint docs format clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# Two processes of one thread each: on two cores that takes half the time of one process of two.
-test: $(READY) lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# What is long is left out, and properties try fewer examples.
+test: $(READY) style
+	$(call checked,-m "not long" --hypothesis-profile quick)
 
-lint: $(READY)
+# What CI runs.
+test-all: $(READY) style
+	$(call checked,)
+
+# mypy runs beside the tests, and what it finds is printed after them. Two processes of one thread each: on two
+# cores that takes half the time of one process of two. The one that has nothing left takes over from the other,
+# and takes neighbours, so that fixtures are made once or twice and no long file is waited for.
+define checked
+@mkdir -p out; $(BIN)/mypy > out/mypy.txt 2>&1 & types=$$!; \
+OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(1); tests=$$?; \
+wait $$types || { cat out/mypy.txt; exit 1; }; exit $$tests
+endef
+
+lint: style types
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY)

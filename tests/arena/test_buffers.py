@@ -10,6 +10,7 @@ from lowtide.arena.in_place import TakeOver, take_overs
 from lowtide.ir.graph import Graph, Role
 from lowtide.ir.schedule import Compute, Free, Schedule, straight
 from lowtide.ir.simulate import simulate
+from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, chain, steps, three_layers
 from tests.helpers.layouts import stepped
 
@@ -93,7 +94,7 @@ def test_live_bytes_count_inputs_and_outputs_of_a_step_together() -> None:
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(stepped())
 def test_every_birth_is_in_one_buffer_and_live_while_the_schedule_says_so(
     case: tuple[Graph, Schedule],
@@ -113,7 +114,7 @@ def test_every_birth_is_in_one_buffer_and_live_while_the_schedule_says_so(
         assert sorted(held) == sorted((Birth(value, time),) for value, time in alive.items())
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(stepped())
 def test_the_referee_of_schedules_counts_the_same_live_bytes(case: tuple[Graph, Schedule]) -> None:
     graph, schedule = case
@@ -126,7 +127,7 @@ def test_the_referee_of_schedules_counts_the_same_live_bytes(case: tuple[Graph, 
         assert (live[i] if i < len(live) else 0) == counted
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(stepped())
 def test_taking_over_merges_buffers_and_loses_no_birth(case: tuple[Graph, Schedule]) -> None:
     graph, schedule = case

@@ -15,6 +15,7 @@ from lowtide.execute.out_variants import writer
 from lowtide.ir.graph import Graph, Phase, Ref, Role, Tensor
 from lowtide.ir.schedule import Compute, Free, Schedule, straight
 from lowtide.ir.validate import validate
+from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, chain, steps
 from tests.helpers.layouts import stepped
 
@@ -191,7 +192,7 @@ def test_an_argument_that_is_looked_at_but_not_read_is_not_overwritten() -> None
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(stepped())
 def test_nobody_reads_what_was_taken_over_and_every_other_op_has_a_reason(
     case: tuple[Graph, Schedule],

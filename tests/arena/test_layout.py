@@ -21,6 +21,7 @@ from lowtide.errors import ArenaTooSmall, BadRequest, IllegalLayout, IllegalSche
 from lowtide.ir.graph import Graph, Role
 from lowtide.ir.schedule import Schedule, straight
 from lowtide.zoo import Sizes, workload
+from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, chain, steps, three_layers
 from tests.helpers.layouts import stepped
 
@@ -240,7 +241,7 @@ def test_a_batch_norm_in_place_saves_what_it_was_given() -> None:
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(stepped(), st.sampled_from(METHODS), st.booleans())
 def test_every_method_passes_the_referee_whatever_is_recomputed(
     case: tuple[Graph, Schedule], method: str, in_place: bool
@@ -254,7 +255,7 @@ def test_every_method_passes_the_referee_whatever_is_recomputed(
     assert layout.proven or layout.arena_bytes > layout.lower_bound_bytes
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(stepped(), st.data())
 def test_the_referee_refuses_any_two_that_are_put_on_each_other(
     case: tuple[Graph, Schedule], data: st.DataObject

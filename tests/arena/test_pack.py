@@ -20,6 +20,7 @@ from lowtide.arena.tags import share
 from lowtide.errors import BadRequest, UnknownMethod
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Schedule, straight
+from tests.helpers.effort import examples
 from tests.helpers.layouts import stepped
 
 
@@ -108,7 +109,7 @@ def test_nothing_needs_nothing(method: str) -> None:
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(anything, st.sampled_from(METHODS))
 def test_buffers_that_are_needed_together_lie_apart(buffers: tuple[Buffer, ...], method: str) -> None:
     placement = pack(buffers, method)
@@ -129,7 +130,7 @@ def smallest_of_all_orders(buffers: Sequence[Buffer]) -> int:
     return int(least)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(rows, min_size=1, max_size=6))
 def test_the_exact_method_is_as_good_as_the_best_of_all_orders(found: list[tuple[int, int, int]]) -> None:
     buffers = made(*((size, first, first + length) for size, first, length in found))
@@ -142,7 +143,7 @@ def test_the_exact_method_is_as_good_as_the_best_of_all_orders(found: list[tuple
     assert pack(buffers, "exact").arena_bytes == spans.top(answer.offsets)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(rows, max_size=14))
 def test_lower_bound_exact_and_the_others_come_in_this_order(found: list[tuple[int, int, int]]) -> None:
     buffers = made(*((size, first, first + length) for size, first, length in found))
@@ -156,7 +157,7 @@ def test_lower_bound_exact_and_the_others_come_in_this_order(found: list[tuple[i
     assert pack(buffers, "auto").arena_bytes <= pack(buffers, "best-fit").arena_bytes
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(stepped(max_again=0))
 def test_tags_take_what_the_lectures_planner_takes(case: tuple[Graph, Schedule]) -> None:
     graph, _ = case

@@ -12,6 +12,7 @@ from lowtide.arena.tags import Box, Given, How, Sharing, Turn, share
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Graph, Role
 from lowtide.ir.schedule import Compute, Schedule, straight
+from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, steps
 from tests.helpers.layouts import stepped
 
@@ -190,7 +191,7 @@ def test_sizes_may_be_rounded_and_a_range_below_one_is_refused() -> None:
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(stepped(), st.booleans(), st.booleans(), st.sampled_from([1, 2, 16]))
 def test_no_tag_holds_two_values_that_are_both_waited_for(
     case: tuple[Graph, Schedule], in_place: bool, sharing: bool, match_range: int
@@ -213,7 +214,7 @@ def test_no_tag_holds_two_values_that_are_both_waited_for(
         assert IN_PLACE not in hows(found)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(stepped())
 def test_in_place_alone_takes_what_the_buffers_sum_to_and_sharing_never_more_tags(
     case: tuple[Graph, Schedule],

@@ -30,6 +30,7 @@ from lowtide.solvers import solve
 from lowtide.solvers.solution import GraphSolution
 from lowtide.zoo import Sizes, workload
 from tests.helpers.drawn import VARIABLES, drawn, in_python, laid_out_otherwise, numbers, texts
+from tests.helpers.effort import examples
 
 close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
 
@@ -368,7 +369,7 @@ def test_the_hessian_of_a_piecewise_linear_function_has_no_entries() -> None:
     assert gradient(first.graph, "a.grad", ["a"]).gradients == (None,)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(texts())
 def test_gradients_of_any_expression_and_their_gradients_are_autograds(text: str) -> None:
     values = {name: tensor.double().requires_grad_() for name, tensor in VARIABLES.items()}

@@ -14,6 +14,7 @@ from lowtide.chain.unroll import replay
 from lowtide.errors import BadRequest
 from lowtide.solvers.chains.exhaustive import nested_plans
 from tests.helpers.chains import chains, single_level_plans
+from tests.helpers.effort import examples
 
 # Drawn by hand --------------------------------------------------------------------------------------
 
@@ -80,7 +81,7 @@ def test_the_floor_may_be_a_forward() -> None:
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(chains(max_layers=4))
 def test_no_plan_undercuts_the_floor(chain: Chain) -> None:
     floor, worst = chain.floor()

@@ -15,6 +15,7 @@ from lowtide.errors import BadRequest
 from lowtide.ir.schedule import Compute
 from lowtide.solvers.chains.exhaustive import nested_plans
 from tests.helpers.chains import chains
+from tests.helpers.effort import examples
 
 NESTED = Plan((Segment(0, 3, (Segment(0, 2),)),))
 
@@ -150,7 +151,7 @@ def test_nesting_holds_less_than_one_level_can() -> None:
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(chains(max_layers=5), st.data())
 def test_any_nested_plan_runs_each_backward_once_and_each_forward_as_often_as_it_says(
     chain: Chain, data: st.DataObject
@@ -167,7 +168,7 @@ def test_any_nested_plan_runs_each_backward_once_and_each_forward_as_often_as_it
     assert seconds == chain.seconds + plan.extra_seconds(chain)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(chains(max_layers=5), st.data())
 def test_in_the_end_only_gradients_are_left(chain: Chain, data: st.DataObject) -> None:
     plan = data.draw(st.sampled_from(list(nested_plans(len(chain)))))
@@ -175,7 +176,7 @@ def test_in_the_end_only_gradients_are_left(chain: Chain, data: st.DataObject) -
     assert replay(chain, plan).live_bytes[-1] == left
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(chains(max_layers=5), st.data())
 def test_to_recompute_the_last_stretch_too_never_lowers_the_peak(chain: Chain, data: st.DataObject) -> None:
     n = len(chain)

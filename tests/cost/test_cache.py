@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lowtide.cost.cache import Cost, CostCache, signature
 from lowtide.errors import BadFile
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Ref, Role, Symbol, Tensor, Value
+from tests.helpers.effort import examples
 
 # Signatures -----------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ FINITE = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 SIZES = st.integers(0, 2**62)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.dictionaries(
         st.text(),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from lowtide.errors import MalformedGraph
 from lowtide.ir.graph import Graph, Ref, Symbol, argument_tensors, refs
 from lowtide.ir.validate import extent_bytes, item_bytes, validate
+from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, chain, graphs, statistics
 
 
@@ -133,7 +134,7 @@ def test_a_tensor_reaches_this_far_into_its_value(
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(graphs())
 def test_every_value_is_either_resident_or_created_by_the_op_that_says_so(graph: Graph) -> None:
     assert validate(graph) is graph

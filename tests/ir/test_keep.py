@@ -14,6 +14,7 @@ from lowtide.ir.graph import Graph, Phase, Ref, Role
 from lowtide.ir.keep import droppable, forward_values, keep_only, segments
 from lowtide.ir.schedule import Compute, Schedule, straight
 from lowtide.ir.simulate import simulate
+from tests.helpers.effort import examples
 from tests.helpers.forwards import row, shaped, strange, there_and_back
 from tests.helpers.handmade import Drawing, chain, statistics, steps
 
@@ -153,13 +154,13 @@ def some_values(graph: Graph) -> st.SearchStrategy[frozenset[int]]:
     return st.frozensets(st.sampled_from(found)) if found else st.just(frozenset())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data(), strange())
 def test_every_choice_is_legal_and_loses_no_output(data: st.DataObject, graph: Graph) -> None:
     assert_legal(graph, data.draw(some_values(graph)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data(), shaped())
 def test_what_is_not_kept_is_gone_when_the_backward_begins_or_in_its_first_segment(
     data: st.DataObject, graph: Graph
@@ -181,7 +182,7 @@ def test_what_is_not_kept_is_gone_when_the_backward_begins_or_in_its_first_segme
     assert sum(reads.isdisjoint(part) for part in held) <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(strange())
 def test_keeping_everything_is_the_straight_schedule(graph: Graph) -> None:
     assert keep_only(graph, forward_values(graph)) == straight(graph)

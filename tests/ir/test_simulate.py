@@ -15,6 +15,7 @@ from lowtide.errors import IllegalSchedule
 from lowtide.ir.graph import Graph, Phase, Role
 from lowtide.ir.schedule import Compute, Free, Schedule, Step, straight
 from lowtide.ir.simulate import CATEGORIES, CUDA, EXACT, Allocator, Category, allocator_of, simulate
+from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, chain, graphs, statistics, steps
 
 # The second opinion ---------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ cases = graphs().flatmap(lambda graph: st.tuples(st.just(graph), schedules(graph
 allocators = st.sampled_from([EXACT, CUDA, Allocator("odd", 3)])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(cases, allocators)
 def test_every_byte_of_every_step_agrees_with_a_count_from_scratch(
     case: tuple[Graph, Schedule], allocator: Allocator
@@ -160,7 +161,7 @@ def test_every_byte_of_every_step_agrees_with_a_count_from_scratch(
         assert by_category.total() == timeline.live_bytes[i]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(cases, allocators)
 def test_the_peak_and_its_breakdown_agree_with_a_count_from_scratch(
     case: tuple[Graph, Schedule], allocator: Allocator
@@ -192,7 +193,7 @@ def is_accepted(graph: Graph, plan: Sequence[Step]) -> bool:
     return True
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 @given(cases, st.data())
 def test_a_schedule_is_accepted_exactly_when_it_computes_what_the_graph_computes(
     case: tuple[Graph, Schedule], data: st.DataObject
@@ -209,7 +210,7 @@ def test_a_schedule_is_accepted_exactly_when_it_computes_what_the_graph_computes
         assert is_accepted(graph, plan) == is_legal(graph, plan)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(cases.filter(lambda case: bool(case[0].ops)), st.data())
 def test_a_recomputation_is_accepted_exactly_where_it_gives_the_same_again(
     case: tuple[Graph, Schedule], data: st.DataObject
@@ -440,7 +441,7 @@ def test_a_resident_value_may_be_freed_after_its_last_use() -> None:
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(cases, st.data())
 def test_freeing_earlier_never_raises_the_peak(case: tuple[Graph, Schedule], data: st.DataObject) -> None:
     graph, schedule = case
@@ -455,7 +456,7 @@ def test_freeing_earlier_never_raises_the_peak(case: tuple[Graph, Schedule], dat
         assert simulate(graph, Schedule(tuple(plan))).peak_bytes <= simulate(graph, schedule).peak_bytes
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(cases.filter(lambda case: bool(case[0].ops)), st.integers(1, 5000), st.data())
 def test_more_workspace_raises_the_peak_by_no_more_than_itself(
     case: tuple[Graph, Schedule], extra: int, data: st.DataObject
@@ -470,7 +471,7 @@ def test_more_workspace_raises_the_peak_by_no_more_than_itself(
     assert before <= after <= before + extra
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(graphs(), st.data())
 def test_straight_is_legal_and_holds_the_least_that_graph_order_allows(
     graph: Graph, data: st.DataObject

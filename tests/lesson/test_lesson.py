@@ -19,6 +19,7 @@ from lowtide.lesson.excerpts import Excerpt, differentiable, extended, first_lay
 from lowtide.lesson.lesson import Lesson, Tag, lesson_of, with_numbers
 from lowtide.lesson.networks import two_layer_mlp
 from lowtide.lesson.phrasing import Phrasing, distinctly_named, shape_text, short
+from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, graphs, three_layers
 
 
@@ -37,7 +38,7 @@ LECTURE = "ln(x1) + x1*x2 - sin(x2)"
 # The referee: what is told is what the planner did ---------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(graphs())
 def test_every_idea_takes_no_more_than_the_one_before_and_none_less_than_the_bound(graph: Graph) -> None:
     found = lesson_of(graph)
@@ -50,7 +51,7 @@ def test_every_idea_takes_no_more_than_the_one_before_and_none_less_than_the_bou
     assert sum(tag.bytes for tag in found.tags) == sharing
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(graphs())
 def test_scenes_are_the_walk_with_its_box_and_every_result_is_in_one_tag(graph: Graph) -> None:
     found = lesson_of(graph)
@@ -64,7 +65,7 @@ def test_scenes_are_the_walk_with_its_box_and_every_result_is_in_one_tag(graph: 
     assert in_tags == sorted(birth.value for birth in found.sharing.tags)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(graphs())
 def test_a_lesson_can_be_told_as_json_with_distinct_names(graph: Graph) -> None:
     found = lesson_of(graph)

@@ -17,6 +17,7 @@ from lowtide.lesson.excerpts import differentiable, extended
 from lowtide.lesson.lesson import Lesson, lesson_of, with_numbers
 from lowtide.report.picture.drawing import draw_lesson
 from lowtide.report.picture.layering import Arrow, Kind, Node, Plan, Spot, planned
+from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, graphs
 
 MOST = 240
@@ -73,7 +74,7 @@ def broken(found: Lesson, plan: Plan) -> Iterator[str]:
             yield f"{arrow} does not go its side's way"
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(graphs(max_ops=9))
 def test_nodes_do_not_overlap_and_arrows_go_up_in_the_forward_and_down_in_the_backward(graph: Graph) -> None:
     found = lesson_of(graph)
@@ -213,7 +214,7 @@ def test_a_picture_is_of_the_kind_asked_for_and_always_the_same() -> None:
     assert svg(found) == svg(found)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(graphs())
 def test_any_graph_can_be_drawn(graph: Graph) -> None:
     assert "<svg" in svg(lesson_of(graph))

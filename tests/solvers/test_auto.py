@@ -22,13 +22,14 @@ from lowtide.solvers.ops.starts import starts
 from lowtide.solvers.refereed import extra_seconds
 from lowtide.solvers.registry import schedulers, solve
 from lowtide.solvers.solution import Status
+from tests.helpers.effort import examples
 from tests.helpers.handmade import graphs
 from tests.solvers.test_evict import SECONDS, ladder, peak
 
 # The referee ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(graph=graphs(max_ops=10, seconds=SECONDS), part=st.floats(0.0, 1.0))
 def test_a_schedule_passes_the_referee_and_holds_its_budget(graph: Graph, part: float) -> None:
     plain = simulate(graph, straight(graph))
@@ -63,7 +64,7 @@ def test_it_is_as_good_as_evict_on_the_ladder(budget: int, seconds: float) -> No
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(graph=graphs(max_ops=12, seconds=SECONDS))
 def test_more_budget_never_costs_more_time_and_never_fits_less(graph: Graph) -> None:
     plain = simulate(graph, straight(graph))
@@ -90,7 +91,7 @@ def test_the_frontier_of_the_ladder_has_a_point_for_each_schedule_worth_having()
     ]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(graph=graphs(max_ops=10, seconds=SECONDS))
 def test_along_a_frontier_peaks_fall_and_time_rises(graph: Graph) -> None:
     found = frontier(graph, points=5, method="evict")

@@ -16,6 +16,7 @@ from lowtide.solvers.chains.baselines import EveryK, KeepAll
 from lowtide.solvers.chains.selective import Selective
 from lowtide.solvers.solution import Answer, Status
 from tests.helpers.chains import chains
+from tests.helpers.effort import examples
 
 FIVE = Chain.from_sizes([1] * 6)
 LETTERS = {"l": Kind.LIGHT, "h": Kind.HEAVY, "m": Kind.MIXED}
@@ -102,7 +103,7 @@ def test_light_layers_are_recomputed_with_the_heavy_one_after_them(letters: str,
 # Properties ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(chains(max_layers=9), st.integers(0, 120))
 def test_no_other_k_is_better(chain: Chain, budget_bytes: int) -> None:
     n = len(chain)

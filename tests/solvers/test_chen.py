@@ -16,6 +16,7 @@ from lowtide.ir.schedule import Compute
 from lowtide.solvers.chains.chen import ChenGreedy, ChenRecursive, ChenSqrt, equal_cuts
 from lowtide.solvers.solution import Status
 from tests.helpers.chains import chains
+from tests.helpers.effort import examples
 
 
 def alike(n: int) -> Chain:
@@ -154,7 +155,7 @@ def test_stretches_differ_by_a_layer_at_most(n: int, stretches: int) -> None:
     assert max(lengths) - min(lengths) <= 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(2, 200))
 def test_halving_holds_no_more_tensors_than_it_can_halve(n: int) -> None:
     """Beside the input and a layer's backward, which is its output and both gradients."""
@@ -163,7 +164,7 @@ def test_halving_holds_no_more_tensors_than_it_can_halve(n: int) -> None:
     assert answer.plan.recomputed_layers() <= n / 2 * math.log2(n)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(chains(max_layers=9), st.integers(0, 120))
 def test_the_greedy_rule_keeps_to_a_budget(chain: Chain, budget_bytes: int) -> None:
     least = ChenGreedy().choose(chain, None)
@@ -178,7 +179,7 @@ def test_the_greedy_rule_keeps_to_a_budget(chain: Chain, budget_bytes: int) -> N
         assert answer.plan.extra_seconds(chain) <= least.plan.extra_seconds(chain)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(chains(max_layers=12))
 def test_the_last_layer_is_never_recomputed(chain: Chain) -> None:
     for method in (ChenSqrt(), ChenGreedy(), ChenRecursive()):

@@ -31,13 +31,14 @@ from lowtide.solvers.ops.search.encode import costs, work_of
 from lowtide.solvers.ops.search.explore import Explorer, explore
 from lowtide.solvers.ops.search.pareto import Front
 from lowtide.solvers.refereed import extra_seconds
+from tests.helpers.effort import examples
 from tests.helpers.handmade import graphs
 from tests.solvers.test_evict import SECONDS, ladder
 
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(graph=graphs(max_ops=12, seconds=SECONDS), method=st.sampled_from([Auto("quick"), Evict("quick")]))
 def test_after_a_quick_search_too_more_budget_never_costs_more_time(graph: Graph, method: Searcher) -> None:
     plain = simulate(graph, straight(graph))

@@ -27,6 +27,7 @@ from lowtide.solvers.ops.search.memory import highest
 from lowtide.solvers.refereed import extra_seconds
 from lowtide.solvers.registry import solve
 from lowtide.solvers.solution import Status
+from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, graphs
 
 SECONDS = st.sampled_from([0.0, 1.0, 2.0, 10.0])
@@ -68,7 +69,7 @@ def ladder(layers: int = 3) -> Graph:
 # The referee ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(graph=graphs(max_ops=8, seconds=SECONDS), data=st.data())
 def test_slots_hold_what_the_referee_counts_whatever_runs_again(graph: Graph, data: st.DataObject) -> None:
     work = work_of(graph)
@@ -89,7 +90,7 @@ def test_slots_hold_what_the_referee_counts_whatever_runs_again(graph: Graph, da
             assert resident + highest(work, slots) == timeline.peak_bytes
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(graph=graphs(max_ops=10, seconds=SECONDS), part=st.floats(0.0, 1.1))
 def test_a_schedule_passes_the_referee_and_holds_its_budget(graph: Graph, part: float) -> None:
     plain = simulate(graph, straight(graph))
@@ -191,7 +192,7 @@ def _again(schedule: Schedule) -> list[tuple[int, int]]:
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(graph=graphs(max_ops=12, seconds=SECONDS))
 def test_more_budget_never_costs_more_time_and_never_fits_less(graph: Graph) -> None:
     plain = simulate(graph, straight(graph))
@@ -207,7 +208,7 @@ def test_more_budget_never_costs_more_time_and_never_fits_less(graph: Graph) -> 
     assert before == 0.0
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(graph=graphs(max_ops=12, seconds=SECONDS))
 def test_the_lowest_is_no_higher_than_the_plain_peak_nor_lower_than_can_be(graph: Graph) -> None:
     lowest = Evict().lowest(graph).schedule

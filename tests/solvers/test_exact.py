@@ -26,6 +26,7 @@ from lowtide.solvers.ops import exact
 from lowtide.solvers.ops.exact import Exact
 from lowtide.solvers.refereed import extra_seconds
 from lowtide.solvers.solution import Status
+from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, graphs, three_layers
 
 QUICK = [
@@ -417,7 +418,7 @@ TRAINED = st.builds(training_graphs.drawn, st.integers(0, 10**6), st.integers(2,
 TINY = captured() | captured() | TRAINED | graphs()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(TINY)
 def test_the_lowest_peak_is_that_of_trying_everything(graph: Graph) -> None:
     answer = Exact().lowest(graph)
@@ -428,7 +429,7 @@ def test_the_lowest_peak_is_that_of_trying_everything(graph: Graph) -> None:
     assert Exact().within(graph, peak_bytes - 1) is None
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(TINY, st.floats(0, 1))
 def test_the_least_time_is_that_of_trying_everything(graph: Graph, part: float) -> None:
     in_stages, anywhere = Search(graph, in_stages=True), Search(graph, in_stages=False)

@@ -26,6 +26,7 @@ from lowtide.solvers.chains.division import Part, Shape, Trunk
 from lowtide.solvers.chains.feng_huang import FengHuang
 from lowtide.solvers.solution import GraphSolution, Status
 from tests.helpers.chains import chains
+from tests.helpers.effort import examples
 from tests.helpers.forwards import row, shaped, strange, there_and_back
 from tests.helpers.handmade import Drawing
 
@@ -107,7 +108,7 @@ def test_a_checkpoint_at_the_output_counts_but_is_no_segment() -> None:
     assert solution.plan == Plan.at([2])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(chains(max_layers=8))
 def test_no_set_of_checkpoints_does_better_and_none_as_good_recomputes_less(chain: Chain) -> None:
     solution = solve(chain, "feng-huang")
@@ -281,7 +282,7 @@ def test_the_lower_bound_is_the_op_that_needs_most() -> None:
     assert solved(drawing.graph(outputs=[b])).lower_bound_bytes == 7 + 10 + 20 + 3
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(shaped())
 def test_the_claim_is_what_is_kept_and_the_largest_segment(graph: Graph) -> None:
     solution = solved(graph)
@@ -291,13 +292,13 @@ def test_the_claim_is_what_is_kept_and_the_largest_segment(graph: Graph) -> None
     assert solution.objective_bytes <= textbook_of_graph(graph, forward)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(strange())
 def test_strange_graphs_are_solved_legally_too(graph: Graph) -> None:
     solved(graph)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9))
 def test_a_row_is_as_good_as_its_chain(sizes: list[int]) -> None:
     chain = Chain.from_sizes([1, *sizes])

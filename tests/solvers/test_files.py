@@ -28,6 +28,7 @@ from lowtide.ir.validate import validate
 from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
 from lowtide.solvers.solution import GraphSolution, Status
 from lowtide.text.documents import write_text
+from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, chain, graphs, solved, steps, three_layers
 
 # Telling equal from nearly equal ---------------------------------------------------------------------
@@ -167,7 +168,7 @@ STEPS: st.SearchStrategy[Step] = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     graphs(names=st.text(max_size=6), args=st.lists(ARGS, max_size=3), seconds=st.floats(0, 1e300)),
     st.none() | st.lists(STEPS).map(lambda found: Schedule(tuple(found))),
@@ -187,7 +188,7 @@ def saved(graph: Graph, path: Path, schedule: Schedule | None = None) -> bytes:
     return path.read_bytes()
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(st.data())
 def test_a_damaged_file_is_refused_or_is_still_a_well_typed_graph(scratch: Path, data: st.DataObject) -> None:
     damaged = bytearray(saved(oddities(), scratch, straight(oddities())))
@@ -211,7 +212,7 @@ def test_a_damaged_file_is_refused_or_is_still_a_well_typed_graph(scratch: Path,
     assert validate(graph) is graph
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.binary(max_size=60))
 def test_bytes_from_anywhere_are_refused(scratch: Path, content: bytes) -> None:
     scratch.write_bytes(content)
@@ -587,7 +588,7 @@ def test_a_scheduled_solution_is_a_plan_file_with_a_whole_number_a_step(tmp_path
         load_graph(tmp_path / "plan.json")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(graphs(names=st.text(max_size=6), args=st.lists(ARGS, max_size=3), seconds=st.floats(0, 1e300)))
 def test_the_plain_schedule_of_any_graph_comes_back(scratch: Path, graph: Graph) -> None:
     solution = solved(graph, straight(graph))

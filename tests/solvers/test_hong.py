@@ -31,6 +31,7 @@ from lowtide.solvers.ops.search import compiled
 from lowtide.solvers.registry import solve
 from lowtide.solvers.solution import Status
 from tests.helpers.chains import chains, simple_chains, single_level_plans
+from tests.helpers.effort import examples
 
 MIB = 2**20
 EXACT_METHODS = [HongLinear(), HongQuadratic(), Exhaustive()]
@@ -243,14 +244,14 @@ def test_the_first_block_of_vgg_and_alexnet_is_all_that_must_be_recomputed(
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(chains(max_layers=6))
 def test_the_formula_says_what_the_replay_counts(chain: Chain) -> None:
     for plan in single_level_plans(len(chain)):
         assert peak_of(chain, plan.checkpoints) == replay(chain, plan).peak_bytes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(chains(max_layers=6))
 def test_without_a_budget_no_plan_of_one_level_has_a_lower_peak_or_the_same_in_less_time(
     chain: Chain,
@@ -265,7 +266,7 @@ def test_without_a_budget_no_plan_of_one_level_has_a_lower_peak_or_the_same_in_l
         assert linear.peak_bytes == best[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(chains(max_layers=5))
 def test_trying_everything_finds_the_same(chain: Chain) -> None:
     results = every_plan(chain)
@@ -275,7 +276,7 @@ def test_trying_everything_finds_the_same(chain: Chain) -> None:
         assert solve(chain, "exhaustive", max(budget, 1)).extra_seconds == least_time(results, max(budget, 1))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(simple_chains(max_layers=7))
 def test_where_backwards_are_the_worst_moments_one_pass_is_enough(chain: Chain) -> None:
     solution = solve(chain, "hong-linear")
@@ -283,7 +284,7 @@ def test_where_backwards_are_the_worst_moments_one_pass_is_enough(chain: Chain) 
     assert (solution.peak_bytes, solution.extra_seconds) == min(every_plan(chain))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(chains(max_layers=6))
 def test_the_two_estimates_have_the_least_peak_between_them(chain: Chain) -> None:
     moments = Moments(chain)
@@ -299,7 +300,7 @@ def least_time(results: list[tuple[int, float]], budget: int) -> float | None:
     return min((seconds for peak, seconds in results if peak <= budget), default=None)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(chains(max_layers=6))
 def test_within_any_budget_no_plan_of_one_level_adds_less_time(chain: Chain) -> None:
     results = every_plan(chain)
@@ -313,7 +314,7 @@ def test_within_any_budget_no_plan_of_one_level_adds_less_time(chain: Chain) -> 
                 assert answer.peak_bytes == replay(chain, answer.plan).peak_bytes <= budget
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(chains(min_layers=10, max_layers=30, most=1000))
 def test_more_memory_never_costs_more_time(chain: Chain) -> None:
     for method in (HongLinear(), HongQuadratic()):
@@ -328,7 +329,7 @@ def test_more_memory_never_costs_more_time(chain: Chain) -> None:
         assert seconds[-1] == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(simple_chains(min_layers=20, max_layers=60, most=1000))
 def test_on_longer_chains_one_pass_finds_what_all_pairs_find(chain: Chain) -> None:
     linear, quadratic = solve(chain, "hong-linear"), solve(chain, "hong-quadratic")
@@ -337,7 +338,7 @@ def test_on_longer_chains_one_pass_finds_what_all_pairs_find(chain: Chain) -> No
     assert linear.status is Status.OPTIMAL
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(chains(min_layers=20, max_layers=50, most=1000))
 def test_on_longer_chains_of_any_kind_the_bounds_hold(chain: Chain) -> None:
     linear, quadratic = solve(chain, "hong-linear"), solve(chain, "hong-quadratic")
@@ -348,7 +349,7 @@ def test_on_longer_chains_of_any_kind_the_bounds_hold(chain: Chain) -> None:
         assert linear.peak_bytes == quadratic.peak_bytes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(chains(max_layers=8))
 def test_no_set_of_checkpoints_has_a_smaller_textbook_sum_or_the_same_in_less_time(chain: Chain) -> None:
     solution = solve(chain, "hong-cubic")
@@ -365,7 +366,7 @@ def cost_by_definition(price: Ints, last: Ints, costs: Ints, checkpoints: Sequen
     return max(worst, held + int(last[checkpoints[-1] if checkpoints else 0]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 7), st.integers(0, 2**32 - 1))
 def test_any_segment_costs_will_do_for_the_quadratic_recurrence(n: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -384,7 +385,7 @@ def test_any_segment_costs_will_do_for_the_quadratic_recurrence(n: int, seed: in
             assert found[-1:] == min(fitting)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 12), st.integers(0, 2**32 - 1))
 def test_one_pass_finds_the_same_for_costs_that_rise_with_the_segment(n: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -429,7 +430,7 @@ def test_segments_that_hold_their_output_and_its_gradient_are_one_such_case() ->
     assert (moments.fixed_bytes + least) / MIB == min(map(mebibytes, sets))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(chains(max_layers=12))
 def test_without_the_compiler_the_answers_are_the_same(chain: Chain) -> None:
     for method in (HongLinear(), HongCubic()):

@@ -16,6 +16,7 @@ from lowtide.solvers.chains.exhaustive import nested_plans
 from lowtide.solvers.chains.rotor import Rotor
 from lowtide.solvers.solution import Answer, Status
 from tests.helpers.chains import chains
+from tests.helpers.effort import examples
 
 # The referee: every plan, replayed -------------------------------------------------------------------
 
@@ -145,20 +146,20 @@ def test_nesting_without_end_reaches_the_bound() -> None:
 # Properties ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(chains(max_layers=5))
 def test_no_memory_persistent_plan_is_better(chain: Chain) -> None:
     assert_as_good_as(chain, outcomes(chain, nested_plans(len(chain))))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(chains(max_layers=3))
 def test_nor_is_any_other_plan(chain: Chain) -> None:
     """Not even those that recompute the last layer of a pass."""
     assert_as_good_as(chain, outcomes(chain, map(Plan, lists_of_segments(0, len(chain)))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(chains(max_layers=9, most=60), st.integers(1, 40))
 def test_at_any_slots_a_budget_holds_and_more_of_it_never_costs_time(chain: Chain, slots: int) -> None:
     plain_bytes = replay(chain, Plan()).peak_bytes
@@ -173,7 +174,7 @@ def test_at_any_slots_a_budget_holds_and_more_of_it_never_costs_time(chain: Chai
         before = found[1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(chains(min_layers=2, max_layers=9), st.integers(1, 40))
 def test_finer_slots_only_help_down_to_a_byte(chain: Chain, slots: int) -> None:
     budget_bytes = (chain.floor()[0] + replay(chain, Plan()).peak_bytes) // 2
@@ -185,7 +186,7 @@ def test_finer_slots_only_help_down_to_a_byte(chain: Chain, slots: int) -> None:
     assert exact[1] <= coarse[1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(chains(min_layers=4, max_layers=9))
 def test_what_fits_in_slots_that_divide_every_size_is_exact(chain: Chain) -> None:
     """Every size 8 times as large, in slots of 8 bytes: the same answers, though nothing is proved."""

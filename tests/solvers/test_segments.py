@@ -16,6 +16,7 @@ from lowtide.ir.keep import droppable
 from lowtide.ir.schedule import Compute, Schedule, straight
 from lowtide.ir.simulate import simulate
 from lowtide.solvers.ops.segments import even_cuts, recursive, segmented, without
+from tests.helpers.effort import examples
 from tests.helpers.forwards import row, shaped, strange, there_and_back
 from tests.helpers.handmade import Drawing, steps
 
@@ -220,7 +221,7 @@ def test_nothing_dropped_is_the_straight_schedule() -> None:
 # Properties -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data(), st.one_of(strange(), shaped(12)))
 def test_every_schedule_is_legal_wherever_it_is_cut(data: st.DataObject, graph: Graph) -> None:
     turn = next((op.id for op in graph.ops if op.phase is not Phase.FORWARD), len(graph.ops))
@@ -232,13 +233,13 @@ def test_every_schedule_is_legal_wherever_it_is_cut(data: st.DataObject, graph: 
     assert max(Counter(computes(segmented(graph, sorted(cuts)))).values(), default=1) <= 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.one_of(strange(), shaped(12)))
 def test_whatever_is_not_cut_is_trained_straight(graph: Graph) -> None:
     assert segmented(graph, []) == recursive(graph, []) == straight(graph)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data(), st.one_of(strange(), shaped(12)))
 def test_cuts_are_inside_the_forward_and_never_too_many(data: st.DataObject, graph: Graph) -> None:
     turn = next((op.id for op in graph.ops if op.phase is not Phase.FORWARD), len(graph.ops))
@@ -249,7 +250,7 @@ def test_cuts_are_inside_the_forward_and_never_too_many(data: st.DataObject, gra
     assert all(0 < cut < turn for cut in cuts)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=24))
 def test_halving_a_row_holds_no_more_than_its_largest_values_one_for_each_level(sizes: list[int]) -> None:
     graph = row(sizes)

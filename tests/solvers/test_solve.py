@@ -19,6 +19,7 @@ from lowtide.solvers.method import Method
 from lowtide.solvers.refereed import SolverMistake
 from lowtide.solvers.solution import Answer, Status
 from tests.helpers.chains import chains
+from tests.helpers.effort import examples
 
 LIGHT, HEAVY, MIXED = Kind.LIGHT, Kind.HEAVY, Kind.MIXED
 
@@ -163,7 +164,7 @@ def test_tables_show_methods_from_the_plainest_to_the_most_thorough() -> None:
 # Properties ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(chains(max_layers=9))
 def test_no_checkpoints_peak_lower_than_the_optimal_ones(chain: Chain) -> None:
     optimal = solve(chain, "hong-quadratic")
@@ -172,7 +173,7 @@ def test_no_checkpoints_peak_lower_than_the_optimal_ones(chain: Chain) -> None:
     assert solve(chain, Rotor(slots=10_000)).peak_bytes <= optimal.peak_bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(chains(max_layers=8))
 def test_no_checkpoints_are_faster_than_nested_ones_within_a_budget(chain: Chain) -> None:
     budget_bytes = max(1, solve(chain, "hong-quadratic").peak_bytes)

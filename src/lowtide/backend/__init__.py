@@ -42,6 +42,7 @@ from lowtide.execute.ops_graphs import refuse_graphs_of_the_backward
 from lowtide.ir.graph import Graph, Origin, Phase, Role, Value
 from lowtide.ir.recomputable import between_graphs
 from lowtide.ir.simulate import simulate
+from lowtide.planner.promise import safe_peak_bytes
 from lowtide.solvers import methods, schedulers, solve
 from lowtide.solvers.refereed import LOWEST, SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
@@ -389,8 +390,5 @@ def _solved_by_all(graph: Graph, request: _Request) -> GraphSolution:
 def _solved(graph: Graph, request: _Request) -> GraphSolution:
     if request.budget_bytes is None:
         return solve(graph, request.method, LOWEST)
-    if not graph.device.startswith("cuda"):
-        return solve(graph, request.method, request.budget_bytes)
-    # A hundredth of what is not resident is left to CUDA's allocator, as in `StepBudget.promised_bytes`.
     resident = sum(graph.counted_bytes(value) for value in graph.resident)
-    return solve(graph, request.method, (100 * request.budget_bytes + resident) // 101)
+    return solve(graph, request.method, safe_peak_bytes(request.budget_bytes, resident, graph.device))

@@ -24,9 +24,9 @@ from lowtide.execute.layer_hooks import Model
 from lowtide.execute.layer_hooks import apply as apply_segments
 from lowtide.execute.layer_hooks import remove as remove_segments
 from lowtide.execute.ops_forward import reroute
-from lowtide.ir.cuda_allocator import cached
 from lowtide.ir.graph import Phase, Role
 from lowtide.planner.ops import StepBudget
+from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
 from lowtide.solvers import at_effort, default_method, is_scheduler, solve
 from lowtide.solvers.method import Effort, Method, Scheduler
 from lowtide.solvers.refereed import LOWEST
@@ -36,7 +36,6 @@ from lowtide.trace.dry_run import Trace
 from lowtide.trace.step import Arguments, Example, Loss, Updates, arguments, check_optimizer
 from lowtide.trace.training import trace_training
 
-_TRIES = 6
 ON_NEW_SHAPE = ("plan", "error")
 
 
@@ -126,7 +125,7 @@ class Rehearsal:
     def solve(self, chain: Chain, method: str | Method, budget: str | int | None = None) -> Solution:
         """A plan within the budget, tried out: the dry run of the model under it stays within it too.
 
-        On CUDA it stays a hundredth below: see `_promised`.
+        On CUDA it stays a hundredth below: see `lowtide.planner.promise`.
 
         Raises:
             InfeasibleBudget: no plan of this method fits.
@@ -134,33 +133,23 @@ class Rehearsal:
         if budget is None:
             return self.confirmed(solve(chain, method))
         wanted = parse_budget(budget, _peak_bytes(self.plain))
-        aim = wanted
-        for _ in range(_TRIES):  # the chain may count a little less than there is
-            try:
-                solution = self.confirmed(solve(chain, method, aim))
-            except InfeasibleBudget:
-                break
-            excess = self._promised(solution) - wanted
-            if excess <= 0:
-                return replace(solution, budget_bytes=wanted)
-            aim = solution.peak_bytes - excess
-        least = self.confirmed(solve(chain, method))  # or a little more
-        if self._promised(least) <= wanted:
-            return replace(least, budget_bytes=wanted)
-        running = least.timeline.peak_op
-        needed_by = "what is always there" if running is None else running.module
-        raise InfeasibleBudget(least.method, wanted, self._promised(least), needed_by)
+        found = solved_within(
+            wanted,
+            lambda aim: self.confirmed(solve(chain, method, aim)),
+            self._promised,
+            lambda least: self._refusal(least, wanted),
+        )
+        return replace(found, budget_bytes=wanted)
 
     def _promised(self, solution: Solution) -> int:
-        """What a budget must hold: on CUDA a hundredth more than predicted, beside what is resident.
-
-        There the allocator may hand out a block larger than asked for, by up to 1 MiB, and which one it
-        has at hand depends on everything that the process did before.
-        """
+        """What a budget must hold for `solution` to be safe."""
         peak_bytes = self.confirm(solution).peak_bytes
-        if not self.plain.graph.device.startswith("cuda"):
-            return peak_bytes
-        return peak_bytes + (peak_bytes - self.plain.timeline.resident_bytes) // 100
+        return promised_bytes(peak_bytes, self.plain.timeline.resident_bytes, self.plain.graph.device)
+
+    def _refusal(self, least: Solution, wanted: int) -> InfeasibleBudget:
+        running = least.timeline.peak_op
+        needed_by = "what is always there" if running is None else running.module
+        return InfeasibleBudget(least.method, wanted, self._promised(least), needed_by)
 
     def _trace(self, solution: Solution | None) -> Trace:
         """A dry run of the step under a plan, or of the plain one."""
@@ -365,10 +354,7 @@ class _Again:
 
 
 def _peak_bytes(trace: Trace) -> int:
-    """What the device's allocator will say it held: CUDA's may hand out blocks larger than asked for."""
-    if not trace.graph.device.startswith("cuda"):
-        return trace.peak_bytes
-    return max(trace.peak_bytes, cached(trace.graph, trace.schedule).allocated_bytes)
+    return allocated_bytes(trace.graph, trace.schedule, trace.peak_bytes)
 
 
 def _granularity(name: str) -> Granularity:

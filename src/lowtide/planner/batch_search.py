@@ -30,7 +30,7 @@ class Reached:
     """A batch that fits, as a capture at that batch has shown.
 
     `peak_bytes` is what the step holds at its peak, `promised_bytes` what memory must hold for that to be
-    safe (`StepBudget.promised_bytes`). `seconds` is the time of a step, None where ops were not timed.
+    safe (`lowtide.planner.promise`). `seconds` is the time of a step, None where ops were not timed.
     `solution` is the plan, for `lowtide.apply`; None for the step as it is written.
     """
 

@@ -18,10 +18,8 @@ from lowtide.errors import InfeasibleBudget
 from lowtide.execute.apply import set_aside
 from lowtide.execute.identity import fingerprint
 from lowtide.execute.ops_forward import circumstances
-from lowtide.ir.cuda_allocator import cached
 from lowtide.ir.graph import Graph
-from lowtide.ir.schedule import Schedule
-from lowtide.ir.simulate import simulate
+from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
 from lowtide.solvers import solve
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.refereed import LOWEST, SINGLE_OPS
@@ -30,8 +28,6 @@ from lowtide.text.budget import parse_budget
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.step import Example, Loss, Updates, arguments
 from lowtide.trace.training import trace_training
-
-_TRIES = 6
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ class StepBudget:
     @property
     def plain_peak_bytes(self) -> int:
         """What the device's allocator will say that the plain step held."""
-        return _allocated_bytes(self.plain.graph, self.plain.schedule)
+        return allocated_bytes(self.plain.graph, self.plain.schedule, self.plain.peak_bytes)
 
     def bytes_of(self, budget: str | int | None) -> int | None:
         """The bytes that a budget means; None for the lowest peak there is."""
@@ -106,7 +102,7 @@ class StepBudget:
     def solve(self, method: str | Scheduler, budget: str | int | None) -> GraphSolution:
         """A schedule that stays within the budget: bytes, a part of the plain peak ("60%") or "min".
 
-        On CUDA it stays a hundredth of what is not resident below: see `promised_bytes`.
+        On CUDA it stays a hundredth of what is not resident below: see `lowtide.planner.promise`.
 
         Raises:
             InfeasibleBudget: the method finds none.
@@ -114,33 +110,23 @@ class StepBudget:
         wanted = self.bytes_of(budget)
         if wanted is None:
             return self._labelled(solve(self.graph, method, LOWEST), None)
-        aim = wanted
-        for _ in range(_TRIES):
-            try:
-                solution = solve(self.graph, method, aim)
-            except InfeasibleBudget:
-                break
-            excess = self.promised_bytes(solution) - wanted
-            if excess <= 0:
-                return self._labelled(solution, wanted)
-            aim = solution.peak_bytes - excess
-        least = solve(self.graph, method, LOWEST)
-        if self.promised_bytes(least) <= wanted:
-            return self._labelled(least, wanted)
-        running = least.timeline.peak_op
-        needed_by = "what is always there" if running is None else running.label
-        raise InfeasibleBudget(least.method, wanted, self.promised_bytes(least), needed_by, SINGLE_OPS)
+        found = solved_within(
+            wanted,
+            lambda aim: solve(self.graph, method, LOWEST if aim is None else aim),
+            self.promised_bytes,
+            lambda least: self._refusal(least, wanted),
+        )
+        return self._labelled(found, wanted)
 
     def promised_bytes(self, solution: GraphSolution) -> int:
-        """What a budget must hold: on CUDA a hundredth more than predicted, beside what is resident.
+        """What a budget must hold for `solution` to be safe."""
+        peak_bytes = allocated_bytes(self.graph, solution.schedule, solution.timeline.peak_bytes)
+        return promised_bytes(peak_bytes, solution.timeline.resident_bytes, self.graph.device)
 
-        There the allocator may hand out a block larger than asked for, by up to 1 MiB, and which one it
-        has at hand depends on everything that the process did before.
-        """
-        peak_bytes = _allocated_bytes(self.graph, solution.schedule)
-        if not self.graph.device.startswith("cuda"):
-            return peak_bytes
-        return peak_bytes + (peak_bytes - solution.timeline.resident_bytes) // 100
+    def _refusal(self, least: GraphSolution, wanted: int) -> InfeasibleBudget:
+        running = least.timeline.peak_op
+        needed_by = "what is always there" if running is None else running.label
+        return InfeasibleBudget(least.method, wanted, self.promised_bytes(least), needed_by, SINGLE_OPS)
 
     def _labelled(self, solution: GraphSolution, budget_bytes: int | None) -> GraphSolution:
         """`solution`, with what is needed to apply it to the model."""
@@ -154,11 +140,3 @@ class StepBudget:
             inputs=circumstances(list(self.model.named_parameters()), args, kwargs, device),
             torch_version=torch.__version__.partition("+")[0],
         )
-
-
-def _allocated_bytes(graph: Graph, schedule: Schedule) -> int:
-    """What the device's allocator will say it held: CUDA's may hand out blocks larger than asked for."""
-    peak_bytes = simulate(graph, schedule).peak_bytes
-    if not graph.device.startswith("cuda"):
-        return peak_bytes
-    return max(peak_bytes, cached(graph, schedule).allocated_bytes)

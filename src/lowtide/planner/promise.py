@@ -1,0 +1,75 @@
+"""What a budget must hold for a plan to be safe, and plans that are within a budget by that count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from lowtide.errors import InfeasibleBudget
+from lowtide.ir.cuda_allocator import cached
+from lowtide.ir.graph import Graph
+from lowtide.ir.schedule import Schedule
+from lowtide.solvers.solution import GraphSolution, Solution
+
+Found = TypeVar("Found", Solution, GraphSolution)
+
+_MARGIN = 100  # on CUDA one part in so many is left to the allocator
+_TRIES = 6
+
+
+def allocated_bytes(graph: Graph, schedule: Schedule, peak_bytes: int) -> int:
+    """What the device's allocator will say it held, where the values make up `peak_bytes`.
+
+    CUDA's may hand out blocks larger than asked for.
+    """
+    if not graph.device.startswith("cuda"):
+        return peak_bytes
+    return max(peak_bytes, cached(graph, schedule).allocated_bytes)
+
+
+def promised_bytes(peak_bytes: int, resident_bytes: int, device: str) -> int:
+    """What a budget must hold: on CUDA a hundredth more than predicted, beside what is resident.
+
+    There the allocator may hand out a block larger than asked for, by up to 1 MiB, and which one it
+    has at hand depends on everything that the process did before.
+    """
+    if not device.startswith("cuda"):
+        return peak_bytes
+    return peak_bytes + (peak_bytes - resident_bytes) // _MARGIN
+
+
+def safe_peak_bytes(budget_bytes: int, resident_bytes: int, device: str) -> int:
+    """A peak that may be aimed at: what is promised for it is within the budget."""
+    if not device.startswith("cuda"):
+        return budget_bytes
+    return (_MARGIN * budget_bytes + resident_bytes) // (_MARGIN + 1)
+
+
+def solved_within(
+    budget_bytes: int,
+    solve: Callable[[int | None], Found],
+    promised: Callable[[Found], int],
+    refusal: Callable[[Found], InfeasibleBudget],
+) -> Found:
+    """What `solve` finds that is `promised` to be within the budget.
+
+    `solve(bytes)` may count a little less than there is, so it is asked for less where its answer promises
+    too much; or a little more, so that its lowest peak, `solve(None)`, is tried in the end.
+
+    Raises:
+        InfeasibleBudget: the lowest peak promises more than the budget; `refusal` says so.
+    """
+    aim = budget_bytes
+    for _ in range(_TRIES):
+        try:
+            solution = solve(aim)
+        except InfeasibleBudget:
+            break
+        excess = promised(solution) - budget_bytes
+        if excess <= 0:
+            return solution
+        aim = solution.peak_bytes - excess
+    least = solve(None)
+    if promised(least) <= budget_bytes:
+        return least
+    raise refusal(least)

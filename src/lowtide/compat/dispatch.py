@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
 
 from lowtide.compat.private import Private
 
@@ -38,6 +38,11 @@ def function_mode() -> object:
     """The innermost torch function mode that is on; None if none is."""
     found: object = _get_current_function_mode()
     return found
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of this class are made of other tensors, as DTensors are."""
+    return is_traceable_wrapper_subclass_type(kind)
 
 
 def is_plain_op(func: object) -> bool:

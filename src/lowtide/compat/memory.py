@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch._C._profiler import _EventType
-from torch._C._profiler import _ProfilerEvent as ProfilerEvent
+from torch._C._profiler import _EventType, _ProfilerEvent
 
 from lowtide.compat.private import Private
 
@@ -29,6 +28,7 @@ PRIVATE = (
     ),
 )
 
+ProfilerEvent: TypeAlias = _ProfilerEvent
 _TRACE_ENTRIES = 10_000_000  # far above any step: a trace that wraps around would lose its beginning
 
 

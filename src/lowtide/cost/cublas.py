@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from lowtide.compat.memory import clear_cublas_workspaces
 from lowtide.ir.graph import Graph, Phase, Role, Value
 
 _MATRIX_PRODUCTS = frozenset(
@@ -65,7 +66,7 @@ def _cublas_bytes(device: torch.device) -> tuple[int, int]:
         left = torch.ones(64, 64, device=device, requires_grad=True)
         right = torch.ones(64, 64, device=device)
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         start = torch.cuda.memory_allocated(device)
         product = left.detach() @ right
         after_main = torch.cuda.memory_allocated(device)

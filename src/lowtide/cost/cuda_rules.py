@@ -22,13 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import get_overridable_functions
 
+from lowtide.compat.kernels import cudnn_attention, efficient_attention
 from lowtide.cost.cache import BY_RULE
 from lowtide.cost.cublas import threads_using_matrix_products, with_library
 from lowtide.ir.graph import Graph, Op, Tensor, argument_tensors
 from lowtide.ir.simulate import CUDA
 from lowtide.ir.validate import item_bytes
-
-aten = torch.ops.aten
 
 CONTEXT_BYTES = 693 << 20  # what driver and libraries take for a process with torch; H200, CUDA 13
 _CUBLAS_BYTES = 32 << 20  # per thread on Hopper; 8.1 MiB on older cards
@@ -116,11 +115,11 @@ def _attention(
     training = query.requires_grad or key.requires_grad or value.requires_grad
     result: tuple[torch.Tensor, ...]
     if query.dtype in _HALF:
-        result = aten._scaled_dot_product_cudnn_attention(
+        result = cudnn_attention(
             query, key, value, attn_mask, training, dropout_p, is_causal, False, scale=scale
         )
     else:
-        result = aten._scaled_dot_product_efficient_attention(
+        result = efficient_attention(
             query, key, value, attn_mask, training, dropout_p, is_causal, scale=scale
         )
     return result[0]

@@ -17,12 +17,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType, _ProfilerEvent
 from torch.profiler import ProfilerActivity, profile
 
+from lowtide.compat.memory import ProfilerEvent, history, is_allocation
+from lowtide.compat.tensors import storage_key
 from lowtide.errors import BadRequest, DeviceMissing
-
-_TRACE_ENTRIES = 10_000_000  # far above any step: a trace that wraps around would lose its beginning
 
 
 @dataclass(frozen=True)
@@ -166,14 +165,14 @@ def growth(blocks: Iterable[Block]) -> Iterator[int]:
     return accumulate(changes)
 
 
-def cpu_blocks(tree: Iterable[_ProfilerEvent]) -> list[Block]:
+def cpu_blocks(tree: Iterable[ProfilerEvent]) -> list[Block]:
     """The CPU allocator's events in what the profiler recorded, in the order in which they happened."""
     blocks: list[Block] = []
     pending = list(tree)
     while pending:
         event = pending.pop()
         pending.extend(event.children)
-        if event.tag == _EventType.Allocation:
+        if is_allocation(event):
             fields: Any = event.extra_fields
             if fields.device.type == "cpu":
                 blocks.append(Block(event.start_time_ns, fields.ptr, fields.alloc_size))
@@ -186,7 +185,7 @@ def _bytes_of_live_tensors() -> int:
         # exact types only: a subclass (a fake, a quantised tensor) may have no storage to ask
         plain = type(thing) in (torch.Tensor, torch.nn.Parameter)
         if plain and thing.device.type == "cpu" and thing.layout is torch.strided:
-            storages[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
+            storages[storage_key(thing)] = thing.untyped_storage().nbytes()
     return sum(storages.values())
 
 
@@ -198,14 +197,9 @@ def _measure_cuda(step: Callable[[], object], where: torch.device) -> Reading:
     torch.cuda.synchronize(where)
     torch.cuda.reset_peak_memory_stats(where)
     resident = torch.cuda.memory_allocated(where)
-    torch.cuda.memory._record_memory_history(
-        enabled="all", context=None, stacks="python", max_entries=_TRACE_ENTRIES, device=where
-    )
-    try:
+    with history(where) as snapshot_of_now:
         seconds = seconds_of(step, where)
-        snapshot = torch.cuda.memory._snapshot(where)
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None, device=where)
+        snapshot = snapshot_of_now()
     index = where.index if where.index is not None else torch.cuda.current_device()
     changes = [resident]
     for entry in snapshot["device_traces"][index]:

@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType, _ProfilerEvent
 from torch.profiler import record_function
 
+from lowtide.compat.memory import ProfilerEvent, is_range
 from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.cost.cache import Cost
 from lowtide.cost.measure import allocator_events, cpu_blocks, growth
@@ -254,7 +254,7 @@ def _run_marked(call: Call, mark: str) -> tuple[float, tuple[int, ...]] | Failur
 
 def _workspaces(recording: Any) -> dict[int, int]:
     """The most bytes held at once within each marked range."""
-    tree: list[_ProfilerEvent] = recording.profiler.kineto_results.experimental_event_tree()
+    tree: list[ProfilerEvent] = recording.profiler.kineto_results.experimental_event_tree()
     blocks = cpu_blocks(tree)
     times = [block.time_ns for block in blocks]
     found: dict[int, int] = {}
@@ -265,11 +265,11 @@ def _workspaces(recording: Any) -> dict[int, int]:
     return found
 
 
-def _marks(tree: Sequence[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+def _marks(tree: Sequence[ProfilerEvent]) -> Iterator[ProfilerEvent]:
     pending = list(tree)
     while pending:
         event = pending.pop()
-        if event.tag == _EventType.TorchOp and event.name.startswith(_MARK):
+        if is_range(event) and event.name.startswith(_MARK):
             yield event
         else:
             pending.extend(event.children)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.compat.dispatch import without_modes
 from lowtide.cost.cache import Cost, CostCache, signature
 from lowtide.cost.cublas import library_bytes, with_library
 from lowtide.cost.measure import present_device
@@ -61,7 +61,7 @@ def profile(
         if cache is not None:
             raise
         notes.append(_not_kept(error))  # a home that cannot be written to is no reason to refuse
-    with _disable_current_modes(), torch.random.fork_rng():
+    with without_modes(), torch.random.fork_rng():
         costs = _costs_of(graph, where, store, caps or _default_caps(where), progress, notes)
         library = library_bytes(graph, where)
     priced = with_costs(graph, costs, profiled_on=device_name(where), library=library)

@@ -12,17 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.compat.tensors import storage_key
+from lowtide.compat.autograd import in_backward, number_of, running_node
+from lowtide.compat.dispatch import TorchDispatchMode
+from lowtide.compat.fake import FakeTensorMode
+from lowtide.compat.tensors import reference_counts, storage_key
 
 aten = torch.ops.aten
-
-
-def reference_counts(tensor: torch.Tensor) -> tuple[int, int]:
-    """References to a tensor and to its storage, as seen from inside a dispatch mode."""
-    return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))  # type: ignore[attr-defined]
 
 
 class Accumulation:
@@ -60,8 +56,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _current_node() -> int:
-    node = torch._C._current_autograd_node()
-    return -1 if node is None else int(node._sequence_nr())
+    node = running_node()
+    return -1 if node is None else number_of(node)
 
 
 class _CountReferences(TorchDispatchMode):
@@ -75,7 +71,7 @@ class _CountReferences(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+        if func is aten.add.Tensor and in_backward():
             self.counts = reference_counts(args[0])
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):

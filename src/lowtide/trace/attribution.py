@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowtide.compat.autograd import in_backward, next_number, number_of, running_node
+from lowtide.compat.modules import has_forward_hooks
 from lowtide.ir.graph import Call, Phase
 
 Place = tuple[str, int]  # module path, how-maniest call of it
@@ -56,7 +58,7 @@ class Attribution:
         Those are called before a module's own. What a module's own hooks do belongs to its call, so where
         it has some, one more is added to the end of them, for as long as the block runs.
         """
-        hooked = [module for model in models for module in model.modules() if module._forward_hooks]
+        hooked = [module for model in models for module in model.modules() if has_forward_hooks(module)]
         self._hooked = {id(module) for module in hooked}
         handles = [
             register_module_forward_pre_hook(self._enter_module),
@@ -75,7 +77,7 @@ class Attribution:
         """The part of the step that is running now."""
         if self._optimizing:
             return Phase.OPTIMIZER
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             return Phase.FORWARD
         # Backward formulas run without gradients; checkpointing turns them on to run the forward again.
         return Phase.RECOMPUTE if torch.is_grad_enabled() else Phase.BACKWARD
@@ -83,23 +85,23 @@ class Attribution:
     def place(self, phase: Phase) -> Place:
         """The module that the op now being dispatched belongs to."""
         if phase is Phase.BACKWARD:
-            node = torch._C._current_autograd_node()
+            node = running_node()
             return _NOWHERE if node is None else self.place_of(node)
         place = self._stack[-1][0] if self._stack else _NOWHERE
         # The node of this op was numbered just before the op reached us. An op that makes no node (a
         # counter that is increased, say) finds the number of the op before it taken, and leaves it.
-        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        number = next_number() - 1
         self._place_of_node.setdefault(number, (place, self._clock()))
         return place
 
     def forward_op(self) -> int | None:
         """The forward op whose backward is running now; None where that is not known."""
-        node = torch._C._current_autograd_node()
+        node = running_node()
         return None if node is None else self.op_of(node)
 
     def op_of(self, node: Any) -> int | None:
         """The forward op that made an autograd node; None where that is not known, and for leaves."""
-        found = None if hasattr(node, "variable") else self._place_of_node.get(node._sequence_nr())
+        found = None if hasattr(node, "variable") else self._place_of_node.get(number_of(node))
         return None if found is None else found[1]
 
     def place_of(self, node: Any) -> Place:
@@ -107,7 +109,7 @@ class Attribution:
         variable = getattr(node, "variable", None)  # only the nodes that accumulate into a leaf have one
         if variable is not None:
             return (self._owner.get(id(variable), ""), 0)
-        return self._place_of_node.get(node._sequence_nr(), (_NOWHERE, 0))[0]
+        return self._place_of_node.get(number_of(node), (_NOWHERE, 0))[0]
 
     def _enter_module(self, module: nn.Module, args: object) -> None:
         path = self._paths.get(id(module), type(module).__name__)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.compat.tensors import has_hooks
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotTrace
 from lowtide.ir.graph import Call, Graph, Op, Origin, Phase, Role
@@ -284,11 +285,7 @@ def _random_states_counted() -> Iterator[None]:
 
 def _unfollowed(models: Sequence[nn.Module]) -> Iterator[str]:
     """What the step may do that a dry run does not see, in words."""
-    hooked = sum(
-        bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
-        for model in models
-        for parameter in model.parameters()
-    )
+    hooked = sum(has_hooks(parameter) for model in models for parameter in model.parameters())
     if hooked:
         yield f"the hooks on {hooked} parameters are not followed: they belong to the real ones"
 

@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lowtide.compat.fake import FakeTensor, FakeTensorMode
+from lowtide.compat.modules import TENSORS_AND_SUBMODULES, buffers_of, parameters_of
+from lowtide.compat.tensors import key_of_storage
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Origin, Role
 from lowtide.trace.graph_builder import GraphBuilder
@@ -84,7 +86,7 @@ class Twins:
 
     def _view_of_storage(self, real: torch.Tensor, shared: bool) -> torch.Tensor:
         storage = real.untyped_storage()
-        known = self._by_storage.get(int(storage._cdata))
+        known = self._by_storage.get(key_of_storage(storage))
         where = self.device(real.device)
         if known is not None:
             whole = known if known.dtype == real.dtype else known.view(real.dtype)
@@ -95,7 +97,7 @@ class Twins:
             whole = torch.empty(storage.nbytes() // real.element_size(), dtype=real.dtype, device=where)
             twin = whole.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
         if shared:
-            self._by_storage[int(storage._cdata)] = twin
+            self._by_storage[key_of_storage(storage)] = twin
         return twin
 
 
@@ -160,15 +162,16 @@ def faked(
 
 
 def _fake_module(twins: Twins, path: str, module: nn.Module) -> None:
-    for name, parameter in module._parameters.items():
+    parameters, buffers = parameters_of(module), buffers_of(module)
+    for name, parameter in parameters.items():
         if parameter is not None:
             twin = twins.of(parameter, Role.PARAMETER, _join(path, name), path)
-            module._parameters[name] = twin  # type: ignore[assignment]
-    for name, buffer in module._buffers.items():
+            parameters[name] = twin  # type: ignore[assignment]
+    for name, buffer in buffers.items():
         if buffer is not None:
-            module._buffers[name] = twins.of(buffer, Role.BUFFER, _join(path, name), path)
+            buffers[name] = twins.of(buffer, Role.BUFFER, _join(path, name), path)
     for name, attribute in list(module.__dict__.items()):
-        if name not in ("_parameters", "_buffers", "_modules"):
+        if name not in TENSORS_AND_SUBMODULES:
             module.__dict__[name] = _swap_known(twins, attribute, path, name)
 
 

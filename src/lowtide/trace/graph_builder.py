@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from lowtide.compat.tensors import leaves, storage_key, tensors_in
+from lowtide.compat.dispatch import schema_of
+from lowtide.compat.tensors import key_of_storage, leaves, storage_key, tensors_in
 from lowtide.errors import CannotTrace
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value
 
@@ -60,7 +61,7 @@ def _is_random(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) 
     """Whether a call draws random numbers. Attention does only if it drops something out."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             return given not in (None, 0, 0.0)
@@ -126,7 +127,7 @@ class GraphBuilder:
 
     def adopt(self, storage: torch.UntypedStorage, value: Value) -> None:
         """Take over a value from another builder, under a new id."""
-        self._value_ids[int(storage._cdata)] = len(self.values)
+        self._value_ids[key_of_storage(storage)] = len(self.values)
         self.values.append(replace(value, id=len(self.values)))
 
     def add_result(self, name: str, tensor: torch.Tensor) -> None:
@@ -204,7 +205,7 @@ class GraphBuilder:
 
     def _mutated(self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> list[int]:
         written: list[object] = []
-        schema = getattr(func, "_schema", None)
+        schema = schema_of(func)
         if schema is not None and schema.is_mutable:
             for position, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
+from lowtide.compat.trees import keystr, tree_leaves, tree_map_with_path
 from lowtide.trace.step import arguments
 
 Change = Callable[[torch.Tensor, str], torch.Tensor]  # what takes the place of a tensor, given its name

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowtide.compat.dispatch import schema_of, without_modes
 from lowtide.compat.tensors import leaves, map_tensors, tensors_in
 
 _MOST_ELEMENTS = 1 << 20  # beyond this, following would cost time and memory of its own
@@ -29,7 +29,7 @@ class Shadows:
     def remember(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """`fake` stands for `real`."""
         if _followed(real):
-            with _disable_current_modes():
+            with without_modes():
                 self._real[fake] = real.detach().cpu()
 
     def chosen(self, mask: torch.Tensor) -> int | None:
@@ -37,7 +37,7 @@ class Shadows:
         numbers = self._real.get(mask) if mask.dtype is torch.bool else None
         if numbers is None:
             return None
-        with _disable_current_modes():
+        with without_modes():
             return int(numbers.count_nonzero())
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -47,21 +47,21 @@ class Shadows:
         if given and not followed:
             return None
         if len(followed) < len(given) or torch.Tag.nondeterministic_seeded in func.tags:
-            if func._schema.is_mutable:  # overwritten with what is not known
+            if schema_of(func).is_mutable:  # overwritten with what is not known
                 for tensor in followed:
                     del self._real[tensor]
             return None
         if not given and not _makes_integers(func, args, kwargs):
             return None
-        if func._schema.is_mutable:
-            with _disable_current_modes():
+        if schema_of(func).is_mutable:
+            with without_modes():
                 for tensor in followed:  # the real thing must not be written to
                     self._real[tensor] = self._real[tensor].clone()
         numbers: dict[str, Any] = dict(kwargs)
         args, numbers = map_tensors(lambda fake: self._real[fake], (args, numbers))
         if "device" in numbers:
             numbers["device"] = torch.device("cpu")
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             return func(*args, **numbers)
 
     def pair(self, fakes: object, reals: object) -> None:

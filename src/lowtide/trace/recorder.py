@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+from lowtide.compat.dispatch import TorchDispatchMode, is_plain_op, is_wrapper
+from lowtide.compat.fake import DataDependentOutputException, DynamicOutputShapeException
 from lowtide.compat.tensors import map_tensors, storage_key, tensors_in
 from lowtide.ir.graph import Op, Phase
 from lowtide.trace.accumulation import Accumulation
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode, ABC):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):
+        if any(map(is_wrapper, types)):
             return NotImplemented  # a DTensor, say: what it does comes here on the tensors inside of it
         kwargs = dict(kwargs or {})
         if isinstance(kwargs.get("device"), torch.device):  # may name the home of a tensor that has a twin
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode, ABC):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The fake result of an op; where it is a matter of numbers, what the known ones make of it."""
-        plain = isinstance(func, torch._ops.OpOverload)
+        plain = is_plain_op(func)
         numbers = self.shadows.compute(func, args, kwargs) if plain else None
         try:
             result = func(*args, **kwargs)

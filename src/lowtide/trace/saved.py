@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lowtide.compat.autograd import saved_by
 from lowtide.compat.tensors import tensors_in
 from lowtide.ir.graph import Graph, Op, Phase, Role, Tensor
 from lowtide.ir.schedule import Compute
@@ -25,7 +26,6 @@ from lowtide.trace.step import CALLS_USERS_CODE, Example, Loss, loss_of, trainin
 from lowtide.trace.training import blaming_the_users_code, empty_gradients
 from lowtide.trace.user_lines import line_within
 
-_PREFIX = "_raw_saved_"  # of the attributes of a node that hold what it has saved
 _DRAWS_A_MASK = "aten.bernoulli"
 
 
@@ -143,11 +143,8 @@ def _nodes(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 def _saved_by(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """What a node has saved, by attribute: through PyTorch, or as attributes of a function's own context."""
-    for name in dir(node):
-        if name.startswith(_PREFIX):
-            found = getattr(node, name)
-            for packed in found if isinstance(found, (list, tuple)) else (found,):
-                yield from ((name.removeprefix(_PREFIX), tensor) for tensor in tensors_in(packed.data))
+    for name, packed in saved_by(node):
+        yield from ((name, tensor) for tensor in tensors_in(packed))
     own: Mapping[str, object] = getattr(node, "__dict__", {})
     for name, thing in own.items():
         yield from ((name, tensor) for tensor in tensors_in(thing))

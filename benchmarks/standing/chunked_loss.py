@@ -32,9 +32,21 @@ class ChunkedHeadLoss(nn.Module):
         hidden = self.model.base_model(input_ids=input_ids).last_hidden_state
         following = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         weight = self.model.get_output_embeddings().weight
-        head_loss: Any = _HeadLoss.apply
-        loss: Tensor = head_loss(hidden.flatten(0, 1), weight, following.flatten(), self.chunk_tokens)
+        loss: Tensor = _ONE_OP(hidden.flatten(0, 1), weight, following.flatten(), self.chunk_tokens)
         return loss
+
+
+def _head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+    """The loss, to be one op to a compiler, as it is where a kernel of its own makes it.
+
+    Unrolled into a compiled graph the chunks overlap: llama-1b then peaks at 12,099 MiB instead of 7,712.
+    """
+    apply: Any = _HeadLoss.apply
+    loss: Tensor = apply(hidden, weight, labels, chunk_tokens)
+    return loss
+
+
+_ONE_OP: Any = torch.compiler.disable(_head_loss)
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from lowtide.aot.eager_kernels import is_drawn_with, without_updates
+from lowtide.aot.halves import Halves
 from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.errors import CannotApply
 from lowtide.ir.graph import Graph, Op, Phase
@@ -55,29 +55,6 @@ _SAME = (aten.detach.default, aten.alias.default)  # where there is no autograd,
 
 
 @dataclass(frozen=True)
-class Halves:
-    """A captured graph in two: the forward, whose first results are the user's, and the backward, if any."""
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    user_results: int
-
-    @cached_property
-    def ops(self) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The nodes that are ops of a `Graph`, in the order in which they run; all others are views."""
-        seen: set[int] = set()
-        forward = _ops(self.forward.graph, seen)
-        return forward, [] if self.backward is None else _ops(self.backward.graph, seen)
-
-    @cached_property
-    def tangents(self) -> list[fx.Node]:
-        """What enters the backward from outside."""
-        known = {node.name for node in self.forward.graph.nodes}
-        given = () if self.backward is None else self.backward.graph.find_nodes(op="placeholder")
-        return [node for node in given if node.name not in known]
-
-
-@dataclass(frozen=True)
 class Planned:
     """The code for one section: the forward's results are the user's, then what the backward takes first."""
 
@@ -94,11 +71,11 @@ def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> Plan
     part = _Part(halves, graph, section)
     forward_steps, backward_steps = _steps_of(graph, schedule, section)
     forward = _Half(part)
-    for node in halves.forward.graph.find_nodes(op="placeholder"):
+    for node in halves.given:
         forward.add_placeholder(node)
     for step in forward_steps:
         forward.do(step)
-    results = [forward.get(result) for result in _results(halves.forward)[: halves.user_results]]
+    results = [forward.get(result) for result in halves.made]
     if halves.backward is None:
         return Planned(forward.finish(results), None)
     backward = _Half(part, before=forward)
@@ -106,7 +83,7 @@ def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> Plan
         backward.add_placeholder(node)
     for step in backward_steps:
         backward.do(step)
-    gradients = [backward.get(result) for result in _results(halves.backward)]
+    gradients = [backward.get(result) for result in halves.gradients]
     results += [forward.get(node) for node in backward.saved]
     return Planned(forward.finish(results), backward.finish(gradients))
 
@@ -302,25 +279,6 @@ def _steps_of(graph: Graph, schedule: Schedule, section: int) -> tuple[list[Step
         while steps and isinstance(steps[-1], Free):
             steps.pop()
     return halves[Phase.FORWARD], halves[Phase.BACKWARD]
-
-
-def _ops(graph: fx.Graph, seen: set[int]) -> list[fx.Node]:
-    """The nodes that make or change something; `seen` are the storages that there were before."""
-    found: list[fx.Node] = []
-    for node in graph.nodes:
-        made = [storage_key(tensor) for tensor in tensors_in(node.meta.get("val"))]
-        if node.op == "call_function" and node.target is not operator.getitem:
-            schema = getattr(node.target, "_schema", None)
-            changes = schema is not None and schema.is_mutable
-            if changes or not made or not seen.issuperset(made):
-                found.append(node)
-        seen.update(made)
-    return found
-
-
-def _results(half: fx.GraphModule) -> list[Any]:
-    (output,) = half.graph.find_nodes(op="output")
-    return list(output.args[0])
 
 
 def _made(node: fx.Node) -> Iterator[torch.Tensor | None]:

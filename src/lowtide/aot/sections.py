@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch._dynamo
+import torch
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.utils import graph_break_reasons
-from torch._functorch.partitioners import default_partition
 
-from lowtide.aot.eager_kernels import use_eager_kernels
-from lowtide.aot.unused_outputs import assumption, cut_off, differentiable_outputs, gradientless
-from lowtide.compat.tensors import storage_key, tensors_in
+from lowtide.aot.graph_backend import CapturedGraph
+from lowtide.aot.halves import module_stack
+from lowtide.aot.mark import Mark
+from lowtide.aot.unused_outputs import assumption, differentiable_outputs, gradientless
+from lowtide.compat.dispatch import without_modes
+from lowtide.compat.dynamo import CHATTY_LOGGERS, configured, graph_breaks, reset
 from lowtide.ir.graph import Phase
 from lowtide.trace.attribution import Attribution, Place
 from lowtide.trace.hf_masks import unnoticed_by_transformers
@@ -44,15 +44,6 @@ _SETTINGS: Mapping[str, Any] = {
     "allow_rnn": True,
     "optimize_ddp": False,  # it would cut graphs where DDP's buckets end; a plan is for whole ones
 }
-
-# Loggers that print, before an error is raised, what the error itself says better; and one that, before
-# torch 2.12, fails to write these settings down. A handler that keeps its report would keep tensors alive.
-_CHATTY = (
-    "torch._dynamo.exc",
-    "torch._dynamo.metrics_context",
-    "torch._dynamo.variables.tensor",
-    "torch._subclasses.fake_tensor",
-)
 
 OUTSIDE = -1  # the section of an op that runs eagerly, between or around the captured graphs
 
@@ -74,7 +65,7 @@ def dynamo(assumptions: Collection[str] = ()) -> Iterator[None]:
         try:
             yield
         finally:
-            torch._dynamo.reset()
+            reset()
 
 
 @contextmanager
@@ -83,12 +74,12 @@ def compiling(assumptions: Collection[str] = ()) -> Iterator[None]:
 
     `assumptions` are those of the captured graph.
     """
-    chatty = [logging.getLogger(name) for name in _CHATTY]
+    chatty = [logging.getLogger(name) for name in CHATTY_LOGGERS]
     for logger in chatty:
         logger.addFilter(_silence)
     try:
         with (
-            torch._dynamo.config.patch(settings()),
+            configured(settings()),
             unnoticed_by_transformers(assumptions),
             warnings.catch_warnings(),
         ):
@@ -180,8 +171,6 @@ class Section:
     module: str  # whose code runs the graph
     call: int
     captured_in: str  # whose code ran it when it was captured: the path that its nodes speak of
-    saved: frozenset[int] = frozenset()  # storages that the forward handed to the backward
-    waiting: bool = True  # for its backward
 
     def renamed(self, path: str) -> str:
         """`path` as it was at capture, as it is in this run."""
@@ -209,20 +198,13 @@ class Sections:
         self.graphs: list[_Graph] = []
         self.notes: dict[str, None] = {}
         self.count = 0
-        self._earlier_breaks = len(graph_break_reasons)
+        self._earlier_breaks = len(graph_breaks())
 
     def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture one of Dynamo's graphs."""
         graph = _Graph(self, differentiable_outputs(module))
         self.graphs.append(graph)
-        compile_ = aot_autograd(
-            fw_compiler=graph.compile_forward,
-            bw_compiler=graph.compile_backward,
-            partition_fn=self._partition,
-            keep_inference_input_mutations=True,  # updates of buffers become ops of the forward
-        )
-        cut = gradientless(self.assumptions, len(self.graphs) - 1)
-        return cut_off(module, cut, lambda: compile_(module, inputs))
+        return graph.compile(module, inputs, gradientless(self.assumptions, len(self.graphs) - 1))
 
     def found_gradientless(self) -> list[str]:
         """Assumptions for another capture: the outputs that got zeros for gradients in this one."""
@@ -234,7 +216,7 @@ class Sections:
 
     def note_breaks(self) -> None:
         """Say where, and why, Dynamo ended a graph before its time."""
-        for reason in graph_break_reasons[self._earlier_breaks :]:
+        for reason in graph_breaks()[self._earlier_breaks :]:
             self.notes[_break_note(reason.reason, reason.user_stack)] = None
 
     def open(self, captured_in: str | None) -> Section:
@@ -246,70 +228,44 @@ class Sections:
 
     def spot(self, node: fx.Node, section: Section, phase: Phase) -> Spot:
         """Where `node` runs."""
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        found = self.modules.innermost(list(stack))
+        found = self.modules.innermost(list(module_stack(node)))
         if found is None:
             return Spot(phase, section.module, section.call, section.index, engine=False)
         path, key = found
         path = section.renamed(path)
         return Spot(phase, path, self.modules.call(path, section.index, key), section.index, engine=False)
 
-    def _partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
-        """Cut a joint graph in two, keeping everything: what to recompute is for lowtide to decide."""
-        if any(node.meta.get("recompute") is not None for node in joint.graph.nodes):
-            self.notes["the model checkpoints activations itself; here they are kept"] = None
-        return cut_in_two(joint, inputs, **options)
 
-
-def cut_in_two(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
-    """Forward and backward of a joint graph, with eager's kernels, keeping everything.
-
-    The same joint graph is always cut into the same ops, in the same order.
-    """
-    for node in joint.graph.nodes:
-        node.meta.pop("recompute", None)
-        node.meta.pop("saved_tensor_with_no_vc_check", None)
-    use_eager_kernels(joint)
-    halves: tuple[Any, Any] = default_partition(joint, inputs, **options)
-    return halves
-
-
-class _Graph:
+class _Graph(CapturedGraph):
     """One captured graph: makes a section of each of its runs."""
 
     def __init__(self, sections: Sections, outputs: Sequence[int]) -> None:
+        super().__init__()
         self.outputs = outputs  # those that autograd may hand a gradient to
         self.zeros: set[int] | None = None  # which of these got zeros, whenever a backward ran
         self._sections = sections
-        self._runs: list[Section] = []
+        self._runs: dict[int, Section] = {}
 
-    def compile_forward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """A callable that walks through the forward."""
+    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
+        if any(node.meta.get("recompute") is not None for node in joint.graph.nodes):
+            self._sections.notes["the model checkpoints activations itself; here they are kept"] = None
+        return super().partition(joint, inputs, **options)
 
-        def run(args: list[Any]) -> Any:
-            section = self._sections.open(self._runs[0].captured_in if self._runs else None)
-            self._runs.append(section)
-            results = _Walk(graph, self._sections, section, Phase.FORWARD).boxed_run(args)
-            section.saved = frozenset(map(storage_key, tensors_in(results)))
-            return results
+    def run_forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+        first = next(iter(self._runs.values()), None)
+        section = self._sections.open(None if first is None else first.captured_in)
+        self._runs[section.index] = section
+        results = _Walk(self.halves.forward, self._sections, section, Phase.FORWARD).boxed_run(args)
+        with without_modes():  # the mark is no tensor of the step
+            return results, Mark(None, section.index).write()
 
-        return boxed(run)
+    def run_backward(self, mark: Mark, args: list[Any]) -> Any:
+        backward = self.halves.backward
+        assert backward is not None, "only a forward with a backward leaves a mark"
+        self._look_for_zeros(args[len(args) - len(self.halves.tangents) :])
+        return _Walk(backward, self._sections, self._runs[mark.section], Phase.BACKWARD).boxed_run(args)
 
-    def compile_backward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """A callable that walks through the backward, for the forward whose tensors it is given."""
-
-        def run(args: list[Any]) -> Any:
-            given = set(map(storage_key, tensors_in(args)))
-            section = max(self._runs, key=lambda run: (len(run.saved & given), run.waiting, run.index))
-            section.waiting = False
-            self._look_for_zeros(graph, args)
-            return _Walk(graph, self._sections, section, Phase.BACKWARD).boxed_run(args)
-
-        return boxed(run)
-
-    def _look_for_zeros(self, graph: fx.GraphModule, args: Sequence[Any]) -> None:
-        given = graph.graph.find_nodes(op="placeholder")
-        tangents = [arg for node, arg in zip(given, args, strict=True) if node.name.startswith("tangents")]
+    def _look_for_zeros(self, tangents: Sequence[Any]) -> None:
         if len(tangents) != len(self.outputs):
             return  # others are among them: of changed inputs, say
         zeros = {position for position, tangent in enumerate(tangents) if self._sections.is_zero(tangent)}
@@ -332,16 +288,6 @@ class _Walk(fx.Interpreter):
             return super().run_node(n)
         finally:
             self._sections.here = None
-
-
-def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`run` empties its list of arguments, so that they die at their last use; AOTAutograd must know."""
-
-    def call(args: list[Any]) -> Any:
-        return run(args)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
 
 
 def _break_note(reason: str, stack: Sequence[Any]) -> str:

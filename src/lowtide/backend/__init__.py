@@ -21,24 +21,23 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide.aot.codegen import Halves, Planned, emit
+from lowtide.aot.codegen import Planned, emit
+from lowtide.aot.halves import Halves, module_stack
 from lowtide.aot.mark import Mark
-from lowtide.aot.sections import boxed, cut_in_two
+from lowtide.aot.planned_graph import PlannedGraph
 from lowtide.aot.tangents import with_held_tangents
-from lowtide.backend.observe import Drawn, Run, joined_runs, storages_of
+from lowtide.backend.observe import Drawn, Run, Storages, joined_runs, storages_of
 from lowtide.compat.ddp import let_go_of_old_buckets
+from lowtide.compat.dynamo import take_a_list
 from lowtide.compat.tensors import tensors_in
 from lowtide.cost.price import with_costs
 from lowtide.distributed.agreement import TIMEOUT_SECONDS, agreed, largest
 from lowtide.distributed.ddp import with_buckets
 from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
 from lowtide.execute.identity import skeleton
-from lowtide.execute.ops_graphs import refuse_graphs_of_the_backward
 from lowtide.ir.graph import Graph, Origin, Phase, Role, Value
 from lowtide.ir.recomputable import between_graphs
 from lowtide.ir.simulate import simulate
@@ -145,17 +144,9 @@ class _Step:
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs."""
-        graph = _Compiled(self)
-        compile_ = aot_autograd(
-            fw_compiler=graph.compile_forward,
-            bw_compiler=graph.compile_backward,
-            partition_fn=graph.partition,
-            keep_inference_input_mutations=True,
-        )
-        compiled: Callable[..., Any] = compile_(module, inputs)
-        return compiled
+        return _Compiled(self).compile(module, inputs)
 
-    def section_of(self, graph: _Compiled) -> tuple[int, int] | None:
+    def next_mark(self, graph: _Compiled) -> Mark | None:
         """Which plan `graph` is to follow now, and as which of its sections; None: it is to be watched."""
         if self._following is not None and self._next == len(self._following.graphs):
             self._following = None
@@ -169,7 +160,21 @@ class _Step:
             self._following = None
             return None
         self._next += 1
-        return self.plans.index(self._following), self._next - 1
+        return Mark(self.plans.index(self._following), self._next - 1)
+
+    def watch(self, graph: _Compiled, given: Storages, made: Storages) -> torch.Tensor:
+        """A forward that follows no plan is over. Returns its mark, written."""
+        mark = Mark(None, len(self.watched)).write()
+        reference = StorageWeakRef(mark.untyped_storage())
+        self.watched.append(_Run(drawn=graph.drawn, given=given, made=made, graph=graph, mark=reference))
+        return mark
+
+    def watch_backward(self, graph: _Compiled, mark: Mark, tangents: Storages, gradients: Storages) -> None:
+        """The backward of a forward that followed no plan is over."""
+        run = self.watched[mark.section] if mark.section < len(self.watched) else None
+        if run is not None and run.graph is graph:
+            run.tangents, run.gradients, run.waiting = tangents, gradients, False
+            torch.autograd.Variable._execution_engine.queue_callback(self.look)
 
     def look(self) -> None:
         """A backward is over: see what is held by others than autograd."""
@@ -192,25 +197,14 @@ class _Step:
         self.plans.append(_Plan(tuple(run.graph for run in runs), solution, sections))
 
 
-class _Compiled:
-    """One captured graph."""
+class _Compiled(PlannedGraph):
+    """One captured graph, watched while it follows a plan of its own, and then planned with the others."""
 
     def __init__(self, step: _Step) -> None:
+        super().__init__()
         self._step = step
-        self._halves: Halves | None = None
         self._drawn: Drawn | None = None
         self._alone: Planned | None = None
-
-    @property
-    def halves(self) -> Halves:
-        """The graph as it was cut."""
-        assert self._halves is not None, "AOTAutograd partitions, then compiles, then runs"
-        return self._halves
-
-    @property
-    def graph(self) -> Graph:
-        """The graph by itself."""
-        return self.drawn.graph
 
     @property
     def drawn(self) -> Drawn:
@@ -225,79 +219,65 @@ class _Compiled:
                 "a budget is planned for sizes that are numbers, and Dynamo made some of them symbols. "
                 "Compile with dynamic=False; every size is then planned for when it is met."
             )
-        forward, backward = cut_in_two(joint, inputs, **options)
-        self._halves = Halves(forward, backward, options["num_fwd_outputs"])
-        static = options.get("static_lifetime_input_indices") or ()
-        drawn = _drawn(self._halves, frozenset(static))
+        halves = super().partition(joint, inputs, **options)
+        drawn = _drawn(self.halves, frozenset(options.get("static_lifetime_input_indices") or ()))
         if self._step.request.profile:
             drawn = replace(drawn, graph=with_costs(drawn.graph))
         self._drawn = drawn
-        request = replace(self._step.request, budget_bytes=None)
-        lowest = _solved_by_all(self.graph, request)
-        budget_bytes = self._step.request.budget_bytes
-        if budget_bytes is not None and lowest.peak_bytes > budget_bytes:
-            running = lowest.timeline.peak_op
-            needed_by = "what is always there" if running is None else running.label
-            raise InfeasibleBudget(lowest.method, budget_bytes, lowest.peak_bytes, needed_by, SINGLE_OPS)
-        # Other graphs will need about as much while this one waits, and what it keeps is there beside that.
-        sparing = _solved_by_all(_with_others_between(self.graph, lowest.timeline.growth_bytes), request)
-        alone = simulate(_with_others_between(self.graph, 0), sparing.schedule).peak_bytes
-        first = lowest if budget_bytes is not None and alone > budget_bytes else sparing
-        self._alone = emit(self._halves, first.graph, first.schedule, 0)
-        return forward, backward
+        first = _planned_alone(drawn.graph, self._step.request)
+        self._alone = emit(self.halves, first.graph, first.schedule, 0)
+        return halves
 
-    def compile_forward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """A callable that runs the forward."""
-        if self._halves is None:  # nothing in it needs a backward
-            graph.graph.set_codegen(_BoxedCodeGen())
-            graph.recompile()
-            return boxed(graph.forward)
-        return boxed(self._run_forward)
+    def without_backward(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """It is not planned, and runs as it is."""
+        take_a_list(graph.graph)
+        graph.recompile()
+        run: Callable[[list[Any]], Any] = graph.forward
+        return run
 
-    def compile_backward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """A callable that runs the backward that belongs to the forward whose mark it is given."""
-        return boxed(self._run_backward)
-
-    def _run_forward(self, args: list[Any]) -> Any:
-        found = self._step.section_of(self)
-        user = self.halves.user_results
-        if found is not None:
-            plan, section = found
-            results = self._step.plans[plan].sections[section].forward.forward(args)
-            return [*results[:user], Mark(plan, section).write(), *results[user:]]
+    def run_forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+        mark = self._step.next_mark(self)
+        if mark is not None:
+            return self.code(mark).forward.forward(args), mark.write()
         assert self._alone is not None, "planned alone when it was compiled"
         given = storages_of(args)
         results = self._alone.forward.forward(args)
-        mark = Mark(None, len(self._step.watched)).write()
-        run = _Run(
-            drawn=self.drawn,
-            given=given,
-            made=storages_of(results[:user]),
-            graph=self,
-            mark=StorageWeakRef(mark.untyped_storage()),
-        )
-        self._step.watched.append(run)
-        return [*results[:user], mark, *results[user:]]
+        made = storages_of(results[: self.halves.user_results])
+        return results, self._step.watch(self, given, made)
 
-    def _run_backward(self, args: list[Any]) -> Any:
-        refuse_graphs_of_the_backward()
-        plan, section = Mark.read(args.pop(0))
-        if plan is not None:
-            return _backward(self._step.plans[plan].sections[section])(args)
-        assert self._alone is not None, "planned alone when it was compiled"
-        run = self._step.watched[section] if section < len(self._step.watched) else None
+    def run_backward(self, mark: Mark, args: list[Any]) -> Any:
+        if mark.plan is not None:
+            return super().run_backward(mark, args)
         tangents = storages_of(args[len(args) - len(self.halves.tangents) :])
-        gradients = _backward(self._alone)(args)
-        if run is not None and run.graph is self:
-            run.tangents, run.gradients, run.waiting = tangents, storages_of(gradients), False
-            torch.autograd.Variable._execution_engine.queue_callback(self._step.look)
+        gradients = super().run_backward(mark, args)
+        self._step.watch_backward(self, mark, tangents, storages_of(gradients))
         return gradients
 
+    def code(self, mark: Mark) -> Planned:
+        """The code for a section of a plan, or, while it is watched, for the graph alone."""
+        if mark.plan is not None:
+            return self._step.plans[mark.plan].sections[mark.section]
+        assert self._alone is not None, "planned alone when it was compiled"
+        return self._alone
 
-def _backward(planned: Planned) -> Callable[[list[Any]], Any]:
-    assert planned.backward is not None, "only a forward with a backward leaves a mark"
-    backward: Callable[[list[Any]], Any] = planned.backward.forward
-    return backward
+
+def _planned_alone(graph: Graph, request: _Request) -> GraphSolution:
+    """A schedule of one graph for a step in which others run that are not known yet.
+
+    Raises:
+        InfeasibleBudget: the graph alone needs more than the budget.
+    """
+    budget_bytes = request.budget_bytes
+    sparingly = replace(request, budget_bytes=None)
+    lowest = _solved_by_all(graph, sparingly)
+    if budget_bytes is not None and lowest.peak_bytes > budget_bytes:
+        running = lowest.timeline.peak_op
+        needed_by = "what is always there" if running is None else running.label
+        raise InfeasibleBudget(lowest.method, budget_bytes, lowest.peak_bytes, needed_by, SINGLE_OPS)
+    # Other graphs will need about as much while this one waits, and what it keeps is there beside that.
+    sparing = _solved_by_all(_with_others_between(graph, lowest.timeline.growth_bytes), sparingly)
+    alone = simulate(_with_others_between(graph, 0), sparing.schedule).peak_bytes
+    return lowest if budget_bytes is not None and alone > budget_bytes else sparing
 
 
 # Graphs -----------------------------------------------------------------------------------------------
@@ -306,9 +286,8 @@ def _backward(planned: Planned) -> Callable[[list[Any]], Any]:
 def _drawn(halves: Halves, static: frozenset[int]) -> Drawn:
     """What a captured graph does, read off its nodes."""
     assert halves.backward is not None, "only graphs with a backward are cut"
-    given = list(halves.forward.graph.find_nodes(op="placeholder"))
     device = next(
-        (str(tensor.device) for node in given for tensor in tensors_in(node.meta.get("val"))), "cpu"
+        (str(tensor.device) for node in halves.given for tensor in tensors_in(node.meta.get("val"))), "cpu"
     )
     builder = GraphBuilder("step", Origin.JOINT, device, {})
 
@@ -321,15 +300,15 @@ def _drawn(halves: Halves, static: frozenset[int]) -> Drawn:
             found.append(None if tensor is None else builder.value_of(tensor))
         return tuple(found)
 
-    came = residents(given, lambda position: Role.PARAMETER if position in static else Role.BATCH)
+    came = residents(halves.given, lambda position: Role.PARAMETER if position in static else Role.BATCH)
     tangents = residents(halves.tangents, lambda _: Role.BATCH)
     in_forward, in_backward = halves.ops
     for phase, nodes in ((Phase.FORWARD, in_forward), (Phase.BACKWARD, in_backward)):
         for node in nodes:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
             builder.add_op(node.target, args, kwargs, node.meta.get("val"), phase=phase, module=_module(node))
-    made = _values(builder, _results(halves.forward)[: halves.user_results])
-    gradients = _values(builder, _results(halves.backward))
+    made = _values(builder, halves.made)
+    gradients = _values(builder, halves.gradients)
     graph = builder.finish(value for value in (*made, *gradients) if value is not None)
     return Drawn(graph, came, made, tangents, gradients)
 
@@ -342,11 +321,6 @@ def _with_others_between(graph: Graph, others_bytes: int) -> Graph:
     return replace(graph, ops=tuple(replace(op, id=position) for position, op in enumerate(ops)))
 
 
-def _results(half: fx.GraphModule) -> list[Any]:
-    (output,) = half.graph.find_nodes(op="output")
-    return list(output.args[0])
-
-
 def _values(builder: GraphBuilder, nodes: Sequence[Any]) -> tuple[int | None, ...]:
     fakes = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in nodes]
     return tuple(builder.value_of(fake) if isinstance(fake, torch.Tensor) else None for fake in fakes)
@@ -354,8 +328,7 @@ def _values(builder: GraphBuilder, nodes: Sequence[Any]) -> tuple[int | None, ..
 
 def _module(node: fx.Node) -> str:
     """The path of the innermost module that `node` belongs to, as Dynamo knows it."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    for path, _ in reversed(list(stack.values())):
+    for path, _ in reversed(list(module_stack(node).values())):
         return str(path).replace("L['self']", "").strip(".")
     return ""
 

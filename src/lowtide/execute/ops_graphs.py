@@ -1,30 +1,26 @@
 """Planned graphs at work: a Dynamo backend whose graphs run as a schedule says.
 
 AOTAutograd makes an autograd function of each captured graph and calls two compiled halves. Here these
-halves are code that was generated from the schedule (see `emission`). One graph may serve several
+halves are code that was generated from the schedule (see `aot.codegen`). One graph may serve several
 sections of a step (equal blocks are compiled once), and each of these may be planned differently: so the
 forward asks which section it is, and leaves a mark for its backward.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
+import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 
-from lowtide.aot.codegen import Halves, Planned, emit
+from lowtide.aot.codegen import Planned, emit
 from lowtide.aot.mark import Mark
-from lowtide.aot.sections import boxed, cut_in_two
-from lowtide.aot.unused_outputs import cut_off, gradientless
+from lowtide.aot.planned_graph import PlannedGraph
+from lowtide.aot.unused_outputs import gradientless
 from lowtide.errors import CannotApply
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Schedule
-
-_FRAMES_TO_AUTOGRAD = 12
 
 
 class Execution:
@@ -53,17 +49,9 @@ class Execution:
 
     def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs."""
-        graph = _PlannedGraph(self)
-        compile_ = aot_autograd(
-            fw_compiler=graph.compile_forward,
-            bw_compiler=graph.compile_backward,
-            partition_fn=graph.partition,
-            keep_inference_input_mutations=True,
-        )
         # Planning anything else empties Dynamo's caches: a graph that is compiled again keeps its number.
         number = self._numbers.setdefault(self._next, len(self._numbers))
-        cut = gradientless(self.graph.assumptions, number)
-        return cut_off(module, cut, lambda: compile_(module, inputs))
+        return _Graph(self).compile(module, inputs, gradientless(self.graph.assumptions, number))
 
     def next_section(self) -> int:
         """The section that begins to run now."""
@@ -77,76 +65,24 @@ class Execution:
         return section
 
 
-class _PlannedGraph:
+class _Graph(PlannedGraph):
     """One captured graph, and the code for each section that it serves."""
 
     def __init__(self, execution: Execution) -> None:
+        super().__init__()
         self._execution = execution
-        self._halves: Halves | None = None
-        self._planned: dict[tuple[int, int], Planned] = {}
+        self._planned: dict[Mark, Planned] = {}
 
-    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
-        """Cut the joint graph in two, keeping everything, as it was cut when it was captured."""
-        forward, backward = cut_in_two(joint, inputs, **options)
-        self._halves = Halves(forward, backward, options["num_fwd_outputs"])
-        return forward, backward
+    def run_forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+        section = self._execution.next_section()
+        mark = Mark(len(self._execution.schedules) - 1, section)
+        return self.code(mark).forward.forward(args), mark.write()
 
-    def compile_forward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """A callable that runs the forward of whichever section is next."""
-        if self._halves is None:  # nothing in it needs a backward
-            self._halves = Halves(graph, None, len(graph.graph.output_node().args[0]))  # type: ignore[arg-type]
-
-        def run(args: list[Any]) -> Any:
-            section = self._execution.next_section()
-            schedule = len(self._execution.schedules) - 1
-            planned = self.planned(schedule, section)
-            results = planned.forward.forward(args)
-            if planned.backward is None:
-                return results
-            user = self.halves.user_results
-            return [*results[:user], Mark(schedule, section).write(), *results[user:]]
-
-        return boxed(run)
-
-    def compile_backward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """A callable that runs the backward of the section whose mark it is given."""
-
-        def run(args: list[Any]) -> Any:
-            refuse_graphs_of_the_backward()
-            schedule, section = Mark.read(args.pop(0))
-            assert schedule is not None, "every forward here runs by a schedule"
-            backward = self.planned(schedule, section).backward
-            assert backward is not None, "only a forward with a backward leaves a mark"
-            return backward.forward(args)
-
-        return boxed(run)
-
-    @property
-    def halves(self) -> Halves:
-        """The graph as it was cut."""
-        assert self._halves is not None, "AOTAutograd partitions, then compiles, then runs"
-        return self._halves
-
-    def planned(self, schedule: int, section: int) -> Planned:
+    def code(self, mark: Mark) -> Planned:
         """The code for a section under a schedule, generated when it is first wanted."""
-        key = schedule, section
-        if key not in self._planned:
+        if mark not in self._planned:
+            assert mark.plan is not None, "every forward runs by a schedule"
             execution = self._execution
-            self._planned[key] = emit(self.halves, execution.graph, execution.schedules[schedule], section)
-        return self._planned[key]
-
-
-def refuse_graphs_of_the_backward() -> None:
-    """Raise an error if the backward that runs now is to be differentiated itself.
-
-    PyTorch would refuse that too, but only when it comes to it, and without saying what to do. AOTAutograd
-    calls the backward through a function of that name then; autograd itself cannot be asked.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_TO_AUTOGRAD):
-        frame = None if frame is None else frame.f_back
-        if frame is not None and frame.f_code.co_name == "_double_backward":
-            raise CannotApply(
-                "a planned backward cannot be differentiated (create_graph=True). Take the plan off for such "
-                "steps (lowtide.remove(model)), or compute that term with a copy of the model without a plan."
-            )
+            schedule = execution.schedules[mark.plan]
+            self._planned[mark] = emit(self.halves, execution.graph, schedule, mark.section)
+        return self._planned[mark]

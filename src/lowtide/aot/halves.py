@@ -1,0 +1,77 @@
+"""A captured graph in two, as AOTAutograd cuts it apart, and what its nodes are."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from lowtide.compat.tensors import storage_key, tensors_in
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A captured graph in two: the forward, whose first results are the user's, and the backward, if any."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    user_results: int
+
+    @cached_property
+    def ops(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The nodes that are ops of a `Graph`, in the order in which they run; all others are views."""
+        seen: set[int] = set()
+        forward = _ops(self.forward.graph, seen)
+        return forward, [] if self.backward is None else _ops(self.backward.graph, seen)
+
+    @cached_property
+    def given(self) -> list[fx.Node]:
+        """What enters the forward."""
+        return list(self.forward.graph.find_nodes(op="placeholder"))
+
+    @cached_property
+    def made(self) -> list[Any]:
+        """What the forward makes for the user: nodes, and constants."""
+        return results_of(self.forward)[: self.user_results]
+
+    @cached_property
+    def tangents(self) -> list[fx.Node]:
+        """What enters the backward from outside."""
+        known = {node.name for node in self.forward.graph.nodes}
+        given = () if self.backward is None else self.backward.graph.find_nodes(op="placeholder")
+        return [node for node in given if node.name not in known]
+
+    @cached_property
+    def gradients(self) -> list[Any]:
+        """What the backward makes: nodes, and None where there is no gradient."""
+        return [] if self.backward is None else results_of(self.backward)
+
+
+def results_of(graph: fx.GraphModule) -> list[Any]:
+    """What a graph returns: nodes, and constants."""
+    (output,) = graph.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def module_stack(node: fx.Node) -> Mapping[str, Any]:
+    """The modules whose code `node` comes from, outermost first, as Dynamo knows them."""
+    found: Mapping[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return found
+
+
+def _ops(graph: fx.Graph, seen: set[int]) -> list[fx.Node]:
+    """The nodes that make or change something; `seen` are the storages that there were before."""
+    found: list[fx.Node] = []
+    for node in graph.nodes:
+        made = [storage_key(tensor) for tensor in tensors_in(node.meta.get("val"))]
+        if node.op == "call_function" and node.target is not operator.getitem:
+            schema = getattr(node.target, "_schema", None)
+            changes = schema is not None and schema.is_mutable
+            if changes or not made or not seen.issuperset(made):
+                found.append(node)
+        seen.update(made)
+    return found

@@ -39,7 +39,7 @@ from lowtide.backend import plans_of
 from lowtide.cost.measure import seconds_of
 from lowtide.distributed import Engine, Replicated, Sharded, plan
 from lowtide.solvers.solution import GraphSolution, Solution
-from lowtide.text.budget import parse_budget
+from lowtide.text.budget import Budget
 from lowtide.text.documents import write_text
 from lowtide.zoo.gpt import GPT
 
@@ -75,7 +75,7 @@ def main() -> None:
     rows: list[Json] = []
     for engine, method, budget in ways(chosen.budgets):
         plain = next((row for row in rows if row["engine"] == engine), None)
-        allowed = None if plain is None or budget is None else parse_budget(budget, plain["predicted_bytes"])
+        allowed = None if plain is None else Budget.parse(budget).bytes_of(plain["predicted_bytes"])
         found = Training(chosen, device, engine).row(method, allowed)
         torch._dynamo.reset()
         gc.collect()  # before the next collective, which is when NCCL lets go of what the last ones read

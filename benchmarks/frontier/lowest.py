@@ -31,8 +31,9 @@ from lowtide.cost.measure import measure
 from lowtide.errors import InfeasibleBudget
 from lowtide.ir.graph import Graph, Role
 from lowtide.planner.ops import StepBudget
-from lowtide.solvers.refereed import LOWEST, extra_seconds
+from lowtide.solvers.refereed import extra_seconds
 from lowtide.solvers.solution import GraphSolution
+from lowtide.text.budget import LOWEST
 from lowtide.text.documents import write_text
 from lowtide.trace.step import training_step
 

@@ -24,8 +24,9 @@ from lowtide.ir.notation import schedule_from_json, schedule_to_json
 from lowtide.ir.schedule import Compute, Schedule, straight
 from lowtide.ir.simulate import simulate
 from lowtide.solvers.ops.segments import recursive, segmented, without
-from lowtide.solvers.refereed import LOWEST, extra_seconds
+from lowtide.solvers.refereed import extra_seconds
 from lowtide.solvers.registry import solve
+from lowtide.text.budget import LOWEST
 from lowtide.text.documents import Reader, read_document, understanding, write_document
 
 RESNET: Final = "resnet"

@@ -15,9 +15,8 @@ from torch import nn
 
 import lowtide
 from lowtide.cli import main
-from lowtide.cli.options import LOWEST
 from lowtide.cost.measure import measure
-from lowtide.solvers import refereed, schedulers
+from lowtide.solvers import schedulers
 from lowtide.text.progress import stages
 from lowtide.trace.step import training_step
 
@@ -145,10 +144,6 @@ def test_the_picture_of_a_plan_shows_both_steps(folder: Path) -> None:
     text = (folder / "out.svg").read_text()
     for words in (">planned by auto<", "peak 34.0 KiB", "peak 30.0 KiB", "budget 32.2 KiB"):
         assert words in text
-
-
-def test_the_lowest_budget_is_spelt_as_in_the_library() -> None:
-    assert LOWEST == refereed.LOWEST
 
 
 # Every budget ----------------------------------------------------------------------------------------

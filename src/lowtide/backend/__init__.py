@@ -43,9 +43,9 @@ from lowtide.ir.recomputable import between_graphs
 from lowtide.ir.simulate import simulate
 from lowtide.planner.promise import safe_peak_bytes
 from lowtide.solvers import methods, schedulers, solve
-from lowtide.solvers.refereed import LOWEST, SINGLE_OPS
+from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
-from lowtide.text.budget import parse_bytes
+from lowtide.text.budget import LOWEST, parse_bytes
 from lowtide.trace.graph_builder import GraphBuilder
 
 _OPTIONS = ("budget", "method", "profile")

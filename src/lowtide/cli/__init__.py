@@ -13,6 +13,7 @@ import click
 
 from lowtide._version import __version__
 from lowtide.errors import LowtideError
+from lowtide.text.progress import switch_progress
 
 _COMMANDS = ("fit", "saved", "plan", "compare", "batch", "check", "report", "explain", "solvers", "zoo")
 _BAD_REQUEST = 2
@@ -56,6 +57,4 @@ class LazyGroup(click.Group):
 @click.pass_context
 def main(ctx: click.Context, progress: bool) -> None:
     """Know, before it runs, how much memory a PyTorch training step needs, and make it need less."""
-    from lowtide.text.progress import switch_progress
-
     switch_progress(ctx, progress)

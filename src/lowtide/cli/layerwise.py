@@ -9,6 +9,7 @@ import click
 
 from lowtide.cli.preparing import Asked, Cutting, Wanted, rehearsed
 from lowtide.cli.quiet import undisturbed
+from lowtide.text.budget import Budget
 
 if TYPE_CHECKING:
     from lowtide.planner.api import Rehearsal
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def answer_layers(
-    asked: Asked, method: str, budget: str | None, accumulate: int, cutting: Cutting, wanted: Wanted
+    asked: Asked, method: str, budget: Budget, accumulate: int, cutting: Cutting, wanted: Wanted
 ) -> None:
     """Plan which layers to recompute, try that out, and tell."""
     from lowtide.planner.api import refuse_op_level_requests
@@ -30,7 +31,7 @@ def answer_layers(
         rehearsal = rehearsed(setup, optimizer=asked.optimizer, device=asked.device, profile=asked.profile)
         with waiting("planning layer by layer"):
             chain = rehearsal.chain(cutting.granularity, cutting.modules or None)
-            solution = rehearsal.solve(chain, method, budget)
+            solution = rehearsal.within(chain, method, budget)
             picture = None if wanted.plot is None else _picture(rehearsal, solution, setup, wanted.kind)
     wanted.write(solution, picture)
     _answer(rehearsal, solution, setup, wanted.as_json)

@@ -10,12 +10,11 @@ from typing import Any
 import click
 
 from lowtide.errors import BadRequest
-from lowtide.text.budget import parse_budget, parse_bytes
+from lowtide.text.budget import LOWEST, Budget, parse_bytes
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.trace.step, which would import torch
 EFFORTS = ("full", "quick")  # those of lowtide.solvers.method, which would import numpy
 GRANULARITIES = ("fine", "layer", "block")  # those of lowtide.chain.cuts, which would import numpy
-LOWEST = "min"  # that of lowtide.solvers.refereed, which would import numpy
 _SIZES = {
     "vocab": "Words in the vocabulary.",
     "heads": "Attention heads.",
@@ -27,7 +26,6 @@ _SIZES = {
     "batch": "Examples in a batch.  [default: 1]",
 }
 _MOST_DIGITS = 18  # what fits in 64 bits
-_ANY_PEAK = 1 << 60  # a part of it is a whole number of bytes, whatever the part
 
 
 def step_options(function: Any) -> Any:
@@ -126,19 +124,20 @@ def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | 
         raise click.BadParameter(str(error), ctx, param) from None
 
 
-def budget(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
-    """A number of bytes or a part of the plain peak, such as 60%. How much that is depends on the step."""
+def budget_or_lowest(ctx: click.Context, param: click.Parameter, text: str | None) -> Budget:
+    """A number of bytes, a part of the plain peak, such as 60%, or the word for the lowest peak there is."""
     try:
-        if text is not None:
-            parse_budget(text, _ANY_PEAK)
+        return Budget.parse(text)
     except BadRequest as error:
         raise click.BadParameter(str(error), ctx, param) from None
-    return text
 
 
-def budget_or_lowest(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
-    """The same, or the word for the lowest peak that there is."""
-    return text if text == LOWEST else budget(ctx, param, text)
+def budget(ctx: click.Context, param: click.Parameter, text: str | None) -> Budget:
+    """The same without the lowest peak."""
+    found = budget_or_lowest(ctx, param, text)
+    if found.is_lowest:
+        raise click.BadParameter(f"'{LOWEST}' is for plans op by op. Write 60% or 8GiB.", ctx, param)
+    return found
 
 
 def output_file(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | None], Path | None]:

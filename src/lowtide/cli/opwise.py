@@ -10,6 +10,7 @@ import click
 
 from lowtide.cli.preparing import Asked, Cutting, Wanted, default_device
 from lowtide.cli.quiet import undisturbed
+from lowtide.text.budget import Budget
 
 if TYPE_CHECKING:
     from lowtide.planner.ops import StepBudget
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def answer_ops(
     asked: Asked,
     method: str | Scheduler,
-    budget: str | None,
+    budget: Budget,
     accumulate: int,
     cutting: Cutting,
     wanted: Wanted,
@@ -37,7 +38,7 @@ def answer_ops(
         setup = asked.load()
         step = captured(asked, setup, accumulate, stage)
         stage.begin("planning op by op")
-        solution = step.solve(method, budget)
+        solution = step.within(method, budget)
         picture = None if wanted.plot is None else _picture(step, solution, setup, wanted.kind)
     wanted.write(solution, picture)
     notes = notes_of(step, setup)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.errors import BadRequest
+from lowtide.text.budget import Budget
 
 if TYPE_CHECKING:
     from lowtide.planner.api import Rehearsal
@@ -74,7 +75,7 @@ def check_can_draw(plot: Path | None) -> None:
         require_matplotlib()
 
 
-def chosen_method(name: str | None, budget: str | None, frontier: bool) -> str:
+def chosen_method(name: str | None, budget: Budget, frontier: bool) -> str:
     """The method asked for, or the one that plans where none is. Raises UnknownMethod, BadRequest."""
     from lowtide.solvers import default_method, schedulers
 

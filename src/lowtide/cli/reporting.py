@@ -16,6 +16,7 @@ from lowtide.cli.preparing import (
     rehearsed,
 )
 from lowtide.cli.quiet import undisturbed
+from lowtide.text.budget import Budget
 
 if TYPE_CHECKING:
     from lowtide.report.content.contents import Contents
@@ -86,7 +87,7 @@ def contents_of_file(source: str, extent: Extent) -> Contents:
 
 
 def contents_of_model(
-    asked: Asked, budget: str | None, method: str | None, accumulate: int, cutting: Cutting, extent: Extent
+    asked: Asked, budget: Budget, method: str | None, accumulate: int, cutting: Cutting, extent: Extent
 ) -> Contents:
     """A report on the plan that is made for a model."""
     import torch
@@ -113,7 +114,7 @@ def _planned_ops(
     asked: Asked,
     setup: Setup,
     method: str,
-    budget: str | None,
+    budget: Budget,
     accumulate: int,
     cutting: Cutting,
     extent: Extent,
@@ -128,7 +129,7 @@ def _planned_ops(
     with stages() as stage:
         step = captured(asked, setup, accumulate, stage)
         stage.begin("planning op by op")
-        solution = step.solve(method, budget)
+        solution = step.within(method, budget)
         frontier = extent.frontier(solution, stage)
         plain = Curve("plain", step.plain.graph, step.plain.schedule)
         notes = notes_of(step, setup)
@@ -141,7 +142,7 @@ def _planned_layers(
     asked: Asked,
     setup: Setup,
     method: str,
-    budget: str | None,
+    budget: Budget,
     accumulate: int,
     cutting: Cutting,
     extent: Extent,
@@ -154,7 +155,7 @@ def _planned_layers(
     refuse_op_level_requests(budget, accumulate)
     rehearsal = rehearsed(setup, optimizer=asked.optimizer, device=asked.device, profile=asked.profile)
     chain = rehearsal.chain(cutting.granularity, cutting.modules or None)
-    solution = rehearsal.solve(chain, method, budget)
+    solution = rehearsal.within(chain, method, budget)
     under = rehearsal.under(solution)
     plain = Curve("plain", rehearsal.plain.graph, rehearsal.plain.schedule)
     planned = Curve(f"planned by {solution.method}", under.graph, under.schedule)

@@ -39,6 +39,7 @@ from lowtide.execute.ops_forward import reroute
 from lowtide.planner.api import ON_NEW_SHAPE, Rehearsal, refuse_cutting, refuse_op_level_requests
 from lowtide.solvers import default_method, is_scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
+from lowtide.text.budget import Budget
 from lowtide.trace.step import (
     OPTIMIZERS,
     Arguments,
@@ -85,8 +86,8 @@ def plan(
             rank that plans; the others raise RanksDisagree with its message.
     """
     planner = _Planner(
-        engine, budget, method, loss, optimizer, accumulate, granularity, modules, device, profile, progress,
-        timeout_seconds,
+        engine, Budget.parse(budget), method, loss, optimizer, accumulate, granularity, modules, device,
+        profile, progress, timeout_seconds,
     )  # fmt: skip
     return planner(model, *arguments(example))
 
@@ -124,8 +125,8 @@ def optimize(
     if on_new_shape not in ON_NEW_SHAPE:
         raise BadRequest(f"on_new_shape is {on_new_shape!r}; it is one of {', '.join(ON_NEW_SHAPE)}.")
     planner = _Planner(
-        engine, budget, method, loss, optimizer, accumulate, granularity, modules, device, profile, progress,
-        timeout_seconds,
+        engine, Budget.parse(budget), method, loss, optimizer, accumulate, granularity, modules, device,
+        profile, progress, timeout_seconds,
     )  # fmt: skip
     if example is None and isinstance(engine, Sharded):
         raise BadRequest(
@@ -149,7 +150,7 @@ class _Planner:
     """Plans for inputs as they are met, with all ranks. What a budget means is settled by the first."""
 
     engine: Engine
-    budget: str | int | None
+    budget: Budget
     method: str | None
     loss: Loss | None
     optimizer: Updates | None
@@ -199,7 +200,7 @@ class _Planner:
         decide = self._ops if self.plans_ops else self._layers
         plan = agreed(lambda: decide(model, example), self._facts(model, example), self.timeout_seconds)
         if plan.budget_bytes is not None:
-            self.budget = plan.budget_bytes
+            self.budget = Budget.parse(plan.budget_bytes)
         return plan
 
     def of_ops(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSolution:
@@ -240,12 +241,12 @@ class _Planner:
             progress=self.progress,
             engine=self.engine,
         )
-        return step.solve(self.method, self.budget)
+        return step.within(self.method, self.budget)
 
     def _layers(self, model: nn.Module, example: Arguments) -> Solution:
         assert self.method is not None
         rehearsal = self._rehearsal(model, example)
-        return rehearsal.solve(rehearsal.chain(self.granularity, self.modules), self.method, self.budget)
+        return rehearsal.within(rehearsal.chain(self.granularity, self.modules), self.method, self.budget)
 
     def _rehearsal(self, model: nn.Module, example: Arguments) -> Rehearsal:
         engine, progress = self.engine, self.progress

@@ -27,11 +27,10 @@ from lowtide.execute.ops_forward import reroute
 from lowtide.ir.graph import Phase, Role
 from lowtide.planner.ops import StepBudget
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
-from lowtide.solvers import at_effort, default_method, is_scheduler, solve
+from lowtide.solvers import at_effort, default_method, is_scheduler, refuse_lowest, solve
 from lowtide.solvers.method import Effort, Method, Scheduler
-from lowtide.solvers.refereed import LOWEST
 from lowtide.solvers.solution import Confirmation, GraphSolution, Solution
-from lowtide.text.budget import parse_budget
+from lowtide.text.budget import Budget
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.step import Arguments, Example, Loss, Updates, arguments, check_optimizer
 from lowtide.trace.training import trace_training
@@ -130,9 +129,14 @@ class Rehearsal:
         Raises:
             InfeasibleBudget: no plan of this method fits.
         """
-        if budget is None:
+        return self.within(chain, method, Budget.parse(budget))
+
+    def within(self, chain: Chain, method: str | Method, budget: Budget) -> Solution:
+        """The same, for a budget that has been read."""
+        refuse_lowest(budget)
+        wanted = self.bytes_of(budget)
+        if wanted is None:
             return self.confirmed(solve(chain, method))
-        wanted = parse_budget(budget, _peak_bytes(self.plain))
         found = solved_within(
             wanted,
             lambda aim: self.confirmed(solve(chain, method, aim)),
@@ -140,6 +144,10 @@ class Rehearsal:
             lambda least: self._refusal(least, wanted),
         )
         return replace(found, budget_bytes=wanted)
+
+    def bytes_of(self, budget: Budget) -> int | None:
+        """The bytes that a budget allows; None without one."""
+        return budget.bytes_of(lambda: _peak_bytes(self.plain))
 
     def _promised(self, solution: Solution) -> int:
         """What a budget must hold for `solution` to be safe."""
@@ -209,15 +217,16 @@ def plan(
         BadRequest: the model cannot be cut, or an argument makes no sense.
         CannotTrace: the dry run cannot follow the step.
     """
-    chosen = at_effort(method or default_method(budget), effort)
+    asked = Budget.parse(budget)
+    chosen = at_effort(method or default_method(asked), effort)
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
         step = StepBudget(model, example, loss, optimizer, accumulate, device, profile, name, progress)
-        return step.solve(chosen, budget)
+        return step.within(chosen, asked)
     assert not isinstance(chosen, Scheduler)
-    refuse_op_level_requests(budget, accumulate)
+    refuse_op_level_requests(asked, accumulate)
     rehearsal = Rehearsal(model, example, loss, optimizer, device, profile, name, progress)
-    return rehearsal.solve(rehearsal.chain(granularity, modules), chosen, budget)
+    return rehearsal.within(rehearsal.chain(granularity, modules), chosen, asked)
 
 
 def optimize(
@@ -256,21 +265,20 @@ def optimize(
     if on_new_shape not in ON_NEW_SHAPE:
         raise BadRequest(f"on_new_shape is {on_new_shape!r}; it is one of {', '.join(ON_NEW_SHAPE)}.")
     check_optimizer(optimizer)
-    if budget is not None and budget != LOWEST:
-        parse_budget(budget, 1)  # what cannot be read is refused now, not when a batch is met
-    chosen = at_effort(method or default_method(budget), effort)
+    asked = Budget.parse(budget)
+    chosen = at_effort(method or default_method(asked), effort)
     on_new_inputs = "error" if on_new_shape == "error" else "warn"
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
         check_accumulation(accumulate)
-        anew = _OpsAnew(loss, optimizer, accumulate, device, profile, progress, chosen, budget)
+        anew = _OpsAnew(loss, optimizer, accumulate, device, profile, progress, chosen, asked)
         planned = None if example is None else anew(model, *arguments(example))
         reroute(model, planned, on_new_inputs=on_new_inputs, accumulate=accumulate, replan=anew)
         remove_segments(model)
         return model
     assert not isinstance(chosen, Scheduler)
-    refuse_op_level_requests(budget, accumulate)
-    again = _Again(loss, optimizer, device, profile, progress, granularity, modules, chosen, budget)
+    refuse_op_level_requests(asked, accumulate)
+    again = _Again(loss, optimizer, device, profile, progress, granularity, modules, chosen, asked)
     solution = None if example is None else again(model, *arguments(example))
     remove(model)
     return apply_segments(model, solution, on_new_inputs=on_new_inputs, replan=again)
@@ -285,13 +293,9 @@ def refuse_cutting(granularity: str | Granularity, modules: Collection[str] | No
         )
 
 
-def refuse_op_level_requests(budget: str | int | None, accumulate: int) -> None:
+def refuse_op_level_requests(budget: Budget, accumulate: int) -> None:
     """Raise BadRequest where a model that is planned by layers is asked for what ops alone can do."""
-    if budget == LOWEST:
-        raise BadRequest(
-            'the budget "min" is for methods that plan op by op (auto). Without a budget, a method for '
-            "chains finds the lowest peak that it can."
-        )
+    refuse_lowest(budget)
     if accumulate != 1:
         raise BadRequest("accumulate is for methods that plan op by op (auto); leave it out for chains.")
 
@@ -307,7 +311,7 @@ class _OpsAnew:
     profile: bool
     progress: Progress | None
     method: str | Scheduler
-    budget: str | int | None
+    budget: Budget
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSolution:
         step = StepBudget(
@@ -320,8 +324,8 @@ class _OpsAnew:
             self.profile,
             progress=self.progress,
         )
-        self.budget = step.bytes_of(self.budget)
-        return step.solve(self.method, self.budget)
+        self.budget = step.settled(self.budget)
+        return step.within(self.method, self.budget)
 
 
 @dataclass
@@ -336,7 +340,7 @@ class _Again:
     granularity: str | Granularity
     modules: Collection[str] | None
     method: str | Method
-    budget: str | int | None
+    budget: Budget
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Solution:
         rehearsal = Rehearsal(
@@ -348,9 +352,8 @@ class _Again:
             self.profile,
             progress=self.progress,
         )
-        if self.budget is not None:
-            self.budget = parse_budget(self.budget, _peak_bytes(rehearsal.plain))
-        return rehearsal.solve(rehearsal.chain(self.granularity, self.modules), self.method, self.budget)
+        self.budget = Budget.parse(rehearsal.bytes_of(self.budget))
+        return rehearsal.within(rehearsal.chain(self.granularity, self.modules), self.method, self.budget)
 
 
 def _peak_bytes(trace: Trace) -> int:

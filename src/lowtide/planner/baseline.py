@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import BadRequest
-from lowtide.text.budget import parse_budget
+from lowtide.text.budget import Budget
 from lowtide.text.documents import Json, Reader, Unexpected, read_document, understanding, write_document
 from lowtide.text.rounding import Unit, unit_for
 from lowtide.text.table import Table
@@ -159,9 +159,12 @@ def tolerance_bytes(tolerance: str | int, peak_bytes: int) -> int:
     if str(tolerance).strip().removesuffix("%").strip() == "0":
         return 0
     try:
-        return parse_budget(tolerance, peak_bytes)
+        found = Budget.parse(tolerance).bytes_of(peak_bytes)
     except BadRequest:
-        raise BadRequest(f"cannot read '{tolerance!s:.60}' as a tolerance. Write 2% or 10MiB.") from None
+        found = None
+    if found is None:
+        raise BadRequest(f"cannot read '{tolerance!s:.60}' as a tolerance. Write 2% or 10MiB.")
+    return found
 
 
 def _refuse_others(before: Baseline, after: Baseline) -> None:

@@ -24,8 +24,7 @@ from lowtide.planner.batch_search import Plain, Planned, Reached, settled
 from lowtide.planner.batch_steps import MOST, Asked, Batch, BatchOf, Steps, Telling
 from lowtide.solvers import default_method, is_scheduler, schedulers, solve
 from lowtide.solvers.method import Scheduler
-from lowtide.solvers.refereed import LOWEST
-from lowtide.text.budget import parse_bytes
+from lowtide.text.budget import LOWEST, Budget, parse_bytes
 from lowtide.trace.step import Loss, Updates, optimizer_of, training_step
 
 _WARM_UP = 2  # libraries set themselves up in the first steps, and optimizers make their states
@@ -111,12 +110,12 @@ def largest_batch(
         BadRequest: an argument makes no sense, or there are no times to hold a time limit against.
         CannotTrace, CannotCapture: as in `lowtide.plan`.
     """
-    chosen = method or default_method(memory)
+    memory_bytes = parse_bytes(memory)
+    chosen = method or default_method(Budget.parse(memory_bytes))
     _check(chosen, time_limit, multiple_of)
     asked = Asked(
         model, batch_of, loss, optimizer, accumulate, multiple_of, device, profile, name, progress, telling
     )
-    memory_bytes = parse_bytes(memory)
     steps = Steps(asked, memory_bytes)
     plain = settled(steps, Plain(memory_bytes), 1)
     planned = settled(steps, Planned(memory_bytes, chosen, time_limit), plain.batch if plain else 1)

@@ -17,8 +17,8 @@ from lowtide.planner.largest import largest_that
 from lowtide.planner.ops import StepBudget
 from lowtide.solvers import solve
 from lowtide.solvers.method import Scheduler
-from lowtide.solvers.refereed import LOWEST
 from lowtide.solvers.solution import GraphSolution
+from lowtide.text.budget import LOWEST
 
 _TRIES = 6
 _NOTCHES = 64  # how finely the memory is divided in looking for a schedule within a time limit

@@ -23,10 +23,10 @@ from lowtide.execute.layer_hooks import apply, set_aside
 from lowtide.ir.graph import Role
 from lowtide.planner.api import Rehearsal
 from lowtide.solvers import methods as registered
-from lowtide.solvers import schedulers
+from lowtide.solvers import refuse_lowest, schedulers
 from lowtide.solvers.method import Method
 from lowtide.solvers.solution import Confirmation, Solution
-from lowtide.text.budget import parse_budget
+from lowtide.text.budget import Budget
 from lowtide.text.units import format_bytes
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.step import arguments, optimizer_name, optimizer_of, training_step
@@ -125,19 +125,21 @@ def compare(
     if repeats < 1:
         raise BadRequest(f"steps cannot be timed {repeats} times; give 1 or more.")
     check_methods(methods or ())
+    asked = Budget.parse(budget)
+    refuse_lowest(asked)
     device = _measurable(rehearsal) if measure else None
     chain = rehearsal.chain(granularity, modules)
-    others = [method for method in _chosen(methods, chain, budget) if _name(method) != "keep-all"]
+    others = [method for method in _chosen(methods, chain, asked) if _name(method) != "keep-all"]
     of = 1 + len(others)
     plain = rehearsal.solve(chain, "keep-all")
+    budget_bytes = rehearsal.bytes_of(asked)
     found: list[tuple[str, Solution | str]] = [("keep-all", plain)]
     for done, method in enumerate(others, start=1):
         _tell(progress, done, of)
-        found.append((_name(method), _attempt(rehearsal, chain, method, budget)))
+        found.append((_name(method), _attempt(rehearsal, chain, method, budget_bytes)))
     solutions = {answer.plan: answer for _, answer in found if isinstance(answer, Solution)}
     readings = {} if device is None else _measured(rehearsal, solutions.values(), device, repeats, progress)
     _tell(progress, of, of)
-    budget_bytes = None if budget is None else parse_budget(budget, _confirmation(plain).plain_peak_bytes)
     graph = rehearsal.plain.graph
     return Comparison(
         model=chain.name,
@@ -178,24 +180,23 @@ def check_methods(methods: Iterable[str | Method]) -> None:
             raise UnknownMethod(name, registered())
 
 
-def _chosen(
-    methods: Sequence[str | Method] | None, chain: Chain, budget: str | int | None
-) -> Sequence[str | Method]:
+def _chosen(methods: Sequence[str | Method] | None, chain: Chain, budget: Budget) -> Sequence[str | Method]:
     if methods is not None:
         return methods
     return [
         name
         for name, method in registered().items()
-        if (budget is None or method.takes_budget) and (name != "exhaustive" or len(chain) <= _FEW_LAYERS)
+        if (not budget.is_given or method.takes_budget)
+        and (name != "exhaustive" or len(chain) <= _FEW_LAYERS)
     ]
 
 
 def _attempt(
-    rehearsal: Rehearsal, chain: Chain, method: str | Method, budget: str | int | None
+    rehearsal: Rehearsal, chain: Chain, method: str | Method, budget_bytes: int | None
 ) -> Solution | str:
     """A plan that has been tried out, or why there is none."""
     try:
-        return rehearsal.solve(chain, method, budget)
+        return rehearsal.solve(chain, method, budget_bytes)
     except (BadRequest, CannotApply, CannotTrace) as error:
         return str(error)
 

@@ -22,9 +22,9 @@ from lowtide.ir.graph import Graph
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
 from lowtide.solvers import solve
 from lowtide.solvers.method import Scheduler
-from lowtide.solvers.refereed import LOWEST, SINGLE_OPS
+from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
-from lowtide.text.budget import parse_budget
+from lowtide.text.budget import LOWEST, Budget
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.step import Example, Loss, Updates, arguments
 from lowtide.trace.training import trace_training
@@ -93,11 +93,9 @@ class StepBudget:
         """What the device's allocator will say that the plain step held."""
         return allocated_bytes(self.plain.graph, self.plain.schedule, self.plain.peak_bytes)
 
-    def bytes_of(self, budget: str | int | None) -> int | None:
-        """The bytes that a budget means; None for the lowest peak there is."""
-        if budget is None or budget == LOWEST:
-            return None
-        return parse_budget(budget, self.plain_peak_bytes)
+    def settled(self, budget: Budget) -> Budget:
+        """The same budget for other inputs: the bytes that it means for these, or still the lowest peak."""
+        return Budget.parse(LOWEST if budget.is_lowest else budget.bytes_of(lambda: self.plain_peak_bytes))
 
     def solve(self, method: str | Scheduler, budget: str | int | None) -> GraphSolution:
         """A schedule that stays within the budget: bytes, a part of the plain peak ("60%") or "min".
@@ -107,7 +105,11 @@ class StepBudget:
         Raises:
             InfeasibleBudget: the method finds none.
         """
-        wanted = self.bytes_of(budget)
+        return self.within(method, Budget.parse(budget))
+
+    def within(self, method: str | Scheduler, budget: Budget) -> GraphSolution:
+        """The same, for a budget that has been read; without one, the lowest peak."""
+        wanted = budget.bytes_of(lambda: self.plain_peak_bytes)
         if wanted is None:
             return self._labelled(solve(self.graph, method, LOWEST), None)
         found = solved_within(

@@ -1,5 +1,13 @@
 """Methods that choose what to recompute, one file per source, behind one door: `solve`."""
 
-from lowtide.solvers.registry import at_effort, default_method, is_scheduler, methods, schedulers, solve
+from lowtide.solvers.registry import (
+    at_effort,
+    default_method,
+    is_scheduler,
+    methods,
+    refuse_lowest,
+    schedulers,
+    solve,
+)
 
-__all__ = ["at_effort", "default_method", "is_scheduler", "methods", "schedulers", "solve"]
+__all__ = ["at_effort", "default_method", "is_scheduler", "methods", "refuse_lowest", "schedulers", "solve"]

@@ -7,9 +7,9 @@ from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
 from lowtide.solvers.method import Scheduler
-from lowtide.solvers.refereed import LOWEST
 from lowtide.solvers.registry import solve
 from lowtide.solvers.solution import GraphSolution
+from lowtide.text.budget import LOWEST
 
 
 def frontier(graph: Graph, points: int = 12, method: str | Scheduler = "auto") -> tuple[GraphSolution, ...]:

@@ -13,10 +13,7 @@ from lowtide.ir.schedule import Compute, Schedule, straight
 from lowtide.ir.simulate import Timeline, simulate
 from lowtide.solvers.method import GraphMethod, Scheduler
 from lowtide.solvers.solution import GraphSolution, ScheduleAnswer
-from lowtide.text.budget import parse_budget
-
-LOWEST = "min"  # the budget that asks for the lowest peak there is
-
+from lowtide.text.budget import Budget
 
 SINGLE_OPS = (
     "Raise the budget to at least that, or shrink the batch. Recomputation cannot go below what a single op "
@@ -28,7 +25,7 @@ class SolverMistake(LowtideError):
     """A method claimed what the referee does not find. A bug in lowtide: please report it."""
 
 
-def solve_graph(graph: Graph, method: GraphMethod | Scheduler, budget: str | int | None) -> GraphSolution:
+def solve_graph(graph: Graph, method: GraphMethod | Scheduler, budget: Budget) -> GraphSolution:
     """What `method` makes of `graph`, replayed; see `lowtide.solve`."""
     if graph.origin is Origin.EAGER:
         raise BadRequest(
@@ -36,8 +33,8 @@ def solve_graph(graph: Graph, method: GraphMethod | Scheduler, budget: str | int
             "rearranged. Capture the model (`lowtide.capture`) and solve that graph, or build a chain."
         )
     if isinstance(method, Scheduler):
-        return _scheduled(graph, method, LOWEST if budget is None else budget)
-    if budget is not None:
+        return _scheduled(graph, method, budget)
+    if budget.is_given:
         raise BadRequest(
             f"{method.name} takes no budget on a graph: it minimises {method.minimises}. "
             "Leave the budget out, or choose a method that takes one."
@@ -54,14 +51,11 @@ def solve_graph(graph: Graph, method: GraphMethod | Scheduler, budget: str | int
     )
 
 
-def _scheduled(graph: Graph, method: Scheduler, budget: str | int) -> GraphSolution:
+def _scheduled(graph: Graph, method: Scheduler, budget: Budget) -> GraphSolution:
+    """Within the budget; at the lowest peak where there is none."""
     started = time.perf_counter()
-    if budget == LOWEST:
-        answer: ScheduleAnswer | None = method.lowest(graph)
-        budget_bytes = None
-    else:
-        budget_bytes = parse_budget(budget, simulate(graph, straight(graph)).peak_bytes)
-        answer = method.within(graph, budget_bytes)
+    budget_bytes = budget.bytes_of(lambda: simulate(graph, straight(graph)).peak_bytes)
+    answer = method.lowest(graph) if budget_bytes is None else method.within(graph, budget_bytes)
     seconds = time.perf_counter() - started
     if answer is None:
         raise _infeasible(graph, method, budget_bytes or 0)

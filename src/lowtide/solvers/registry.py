@@ -34,7 +34,7 @@ from lowtide.solvers.ops.evict import Evict
 from lowtide.solvers.ops.exact import Exact
 from lowtide.solvers.refereed import SolverMistake, solve_graph
 from lowtide.solvers.solution import GraphSolution, Solution
-from lowtide.text.budget import parse_budget
+from lowtide.text.budget import Budget
 
 _METHODS: tuple[type[Method], ...] = (
     KeepAll,
@@ -66,13 +66,22 @@ def schedulers() -> Mapping[str, type[Scheduler]]:
     return {method.name: method for method in _SCHEDULERS}
 
 
-def default_method(budget: str | int | None) -> str:
+def default_method(budget: Budget) -> str:
     """What plans a model unless told otherwise.
 
     Within a budget auto, op by op. Without one hong-linear, which finds the least peak of one level of
     layers: nesting goes lower, but for the last per cent it may double the time that is added.
     """
-    return "hong-linear" if budget is None else "auto"
+    return "auto" if budget.is_given else "hong-linear"
+
+
+def refuse_lowest(budget: Budget) -> None:
+    """Raise BadRequest if the budget is the lowest peak: for chains, no budget asks for that."""
+    if budget.is_lowest:
+        raise BadRequest(
+            'the budget "min" is for methods that plan op by op (auto). Without a budget, a method for '
+            "chains finds the lowest peak that it can."
+        )
 
 
 def is_scheduler(method: str | About) -> TypeGuard[str | Scheduler]:
@@ -160,18 +169,18 @@ def solve(
     """
     if isinstance(problem, Graph):
         chosen = at_effort("auto" if method is None else method, effort)
-        return solve_graph(problem, _for_graph(problem, chosen), budget)
+        return solve_graph(problem, _for_graph(problem, chosen), Budget.parse(budget))
     if not isinstance(problem, Chain):
         raise BadRequest(
             f"solve takes a Chain or a Graph, not a {type(problem).__name__}. "
             "Make a chain from sizes with Chain.from_sizes, or plan a model with lowtide.plan."
         )
     chosen = at_effort("hong-linear" if method is None else method, effort)
-    return _solve_chain(problem, _for_chain(chosen), budget)
+    return _solve_chain(problem, _for_chain(chosen), Budget.parse(budget))
 
 
-def _solve_chain(chain: Chain, chosen: Method, budget: str | int | None) -> Solution:
-    budget_bytes = None if budget is None else _budget(chain, chosen, budget)
+def _solve_chain(chain: Chain, chosen: Method, budget: Budget) -> Solution:
+    budget_bytes = _budget_bytes(chain, chosen, budget)
     started = time.perf_counter()
     answer = chosen.choose(chain, budget_bytes)
     planning_seconds = time.perf_counter() - started
@@ -232,14 +241,14 @@ def _named(name: str) -> About:
     return known[name]()
 
 
-def _budget(chain: Chain, method: Method, budget: str | int) -> int:
-    if not method.takes_budget:
+def _budget_bytes(chain: Chain, method: Method, budget: Budget) -> int | None:
+    if budget.is_given and not method.takes_budget:
         able = [name for name, other in methods().items() if other.takes_budget]
         raise BadRequest(
             f"{method.name} takes no budget: it minimises {method.minimises}. These do: {', '.join(able)}."
         )
-    is_part = str(budget).strip().endswith("%")  # long chains take long to replay: only if it is needed
-    return parse_budget(budget, replay(chain, Plan()).peak_bytes if is_part else 0)
+    refuse_lowest(budget)
+    return budget.bytes_of(lambda: replay(chain, Plan()).peak_bytes)
 
 
 def _infeasible(chain: Chain, method: Method, budget_bytes: int) -> InfeasibleBudget:

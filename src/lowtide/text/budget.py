@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from lowtide.errors import BadRequest
+
+LOWEST = "min"  # the budget that asks for the lowest peak there is
 
 _FACTORS: dict[str, int] = {
     "": 1,
@@ -37,18 +41,59 @@ def parse_bytes(text: str | int) -> int:
     return count
 
 
-def parse_budget(text: str | int, plain_bytes: int) -> int:
-    """The bytes that a budget means: a size, or a part of what is needed without a plan ('60%').
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a step may hold at its peak, as it was asked for.
 
-    Raises:
-        BadRequest: it is neither.
+    It is one of four: a number of `bytes`; a `part` of what is held without a plan; the lowest peak that can
+    be reached (`is_lowest`); or no budget at all, where a method minimises what it minimises.
     """
-    if not isinstance(text, str) or not text.strip().endswith("%"):
-        return parse_bytes(text)
+
+    given: str | int | None = None
+    bytes: int | None = None
+    part: float | None = None
+
+    @classmethod
+    def parse(cls, given: str | int | None) -> Budget:
+        """What is meant by 8_589_934_592, '8GiB', '60%', 'min' and None.
+
+        Raises:
+            BadRequest: it is none of these.
+        """
+        if given is None or given == LOWEST:
+            return cls(given)
+        if isinstance(given, str) and given.strip().endswith("%"):
+            return cls(given, part=_part(given))
+        return cls(given, bytes=parse_bytes(given))
+
+    @property
+    def is_given(self) -> bool:
+        """Whether a budget was asked for, be it the lowest."""
+        return self.given is not None
+
+    @property
+    def is_lowest(self) -> bool:
+        """Whether the lowest peak was asked for."""
+        return self.given == LOWEST
+
+    def bytes_of(self, plain_peak_bytes: int | Callable[[], int]) -> int | None:
+        """The bytes that it allows; None for the lowest peak, and without a budget.
+
+        A plain peak that has yet to be found, by a function, is found only for a budget that is a part of it.
+        """
+        if self.part is None:
+            return self.bytes
+        return int(self.part * (plain_peak_bytes() if callable(plain_peak_bytes) else plain_peak_bytes))
+
+    def __str__(self) -> str:
+        return str(self.given)
+
+
+def _part(text: str) -> float:
     try:
         part = float(text.strip().removesuffix("%")) / 100
     except ValueError:
         part = math.nan
     if not 0 < part < math.inf:
         raise BadRequest(f"cannot read '{text:.60}' as a part of the plain peak. Write 60% or 8GiB.")
-    return int(part * plain_bytes)
+    return part

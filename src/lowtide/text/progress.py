@@ -5,17 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+
+if TYPE_CHECKING:  # where nobody looks, rich is not imported
+    from rich.console import Console
+    from rich.progress import Progress
 
 _PROGRESS = "lowtide.progress"  # where the context of a command keeps whether progress is wanted
 _PATIENCE_SECONDS = 1.0  # what is over sooner needs no bar
@@ -34,6 +30,8 @@ def wants_progress() -> bool:
 
 def _terminal() -> Console | None:
     """Where to show progress; None where nobody would see it, or wants to."""
+    from rich.console import Console
+
     console = Console(stderr=True)
     return console if wants_progress() and console.is_terminal else None
 
@@ -45,6 +43,8 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     if console is None:
         yield None
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task(what)
@@ -124,6 +124,8 @@ def stages() -> Iterator[Stages]:
     if console is None:
         yield Stages(None)
         return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         yield Stages(bar)

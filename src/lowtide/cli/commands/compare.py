@@ -11,6 +11,7 @@ import click
 from lowtide.cli.options import budget_option, cutting_options, json_option, plot_option, step_options
 from lowtide.cli.preparing import check_can_draw, default_device, load_model, rehearsed
 from lowtide.cli.quiet import hush_libraries, undisturbed
+from lowtide.text.budget import Budget
 
 if TYPE_CHECKING:
     from lowtide.planner.compare import Comparison
@@ -37,7 +38,7 @@ def command(
     optimizer: str | None,
     device: str | None,
     profile: bool,
-    budget: str | None,
+    budget: Budget,
     methods: tuple[str, ...],
     granularity: str,
     modules: tuple[str, ...],
@@ -71,7 +72,7 @@ def command(
                 methods=methods or None,
                 granularity=granularity,
                 modules=modules or None,
-                budget=budget,
+                budget=budget.given,
                 measure=measure,
                 progress=progress,
             )

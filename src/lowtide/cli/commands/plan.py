@@ -20,6 +20,7 @@ from lowtide.cli.options import (
 from lowtide.cli.opwise import answer_frontier, answer_ops
 from lowtide.cli.preparing import Asked, Cutting, Wanted, check_can_draw, chosen_method, plans_ops, searching
 from lowtide.cli.quiet import hush_libraries
+from lowtide.text.budget import Budget
 
 _POINTS = 12
 _FEWEST_POINTS = 2
@@ -64,7 +65,7 @@ def command(
     optimizer: str | None,
     device: str | None,
     profile: bool,
-    budget: str | None,
+    budget: Budget,
     method: str | None,
     effort: str,
     accumulate: int,
@@ -101,12 +102,12 @@ def command(
         answer_ops(asked, chosen, budget, accumulate, cutting, wanted)
 
 
-def _check_frontier(frontier: bool, points: int | None, budget: str | None, output: Path | None) -> None:
+def _check_frontier(frontier: bool, points: int | None, budget: Budget, output: Path | None) -> None:
     if not frontier:
         if points is not None:
             raise click.UsageError("--points says how many budgets a --frontier has; give both.")
         return
-    if budget is not None:
+    if budget.is_given:
         raise click.UsageError("--frontier plans for every budget; leave --budget or --frontier out.")
     if output is not None:
         raise click.UsageError("--frontier makes many plans. Save one of them: --budget and -o.")

@@ -17,6 +17,7 @@ from lowtide.cli.options import (
 from lowtide.cli.preparing import Asked, Cutting
 from lowtide.cli.quiet import hush_libraries
 from lowtide.cli.reporting import Extent, contents_of_file, contents_of_model, written
+from lowtide.text.budget import Budget
 
 _POINTS = 8
 _FEWEST_POINTS = 2
@@ -76,7 +77,7 @@ def command(
     optimizer: str | None,
     device: str | None,
     profile: bool,
-    budget: str | None,
+    budget: Budget,
     method: str | None,
     accumulate: int,
     granularity: str,

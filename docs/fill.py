@@ -203,7 +203,7 @@ _FILLERS: Mapping[str, Callable[[str], str]] = {
     "names": _names,
     "facts": _facts,
     "methods": _methods,
-    "standing": lambda _: stands.filled(),
+    "standing": stands.filled,
     "table": _table,
 }
 

@@ -64,6 +64,26 @@ def _source(machine: Json) -> Iterator[str]:
     )
 
 
-def filled() -> str:
-    """The table of the newest run."""
-    return table(json.loads(newest().read_text(encoding="utf-8")))
+def sentence(document: Json) -> str:
+    """What one line of code did to a model of today."""
+    found = {row["label"]: row for row in document["rows"] if row["subject"].startswith("convnext_base")}
+    eager, own, same, lowest = (
+        f"{found[way]['peak_bytes'] / 2**20:,.0f} MiB in {found[way]['ms']:.0f} ms"
+        for way in (
+            "eager",
+            "own checkpointing",
+            "lowtide, within own checkpointing's peak",
+            "lowtide, lowest",
+        )
+    )
+    return (
+        f"On a ConvNeXt-Base with 96 images and bf16 autocast that line does this, measured on an\n"
+        f"{document['machine']['device']}: {eager} as it is written; {same} within the peak of timm's own\n"
+        f"checkpointing, which takes {own}; {lowest} at the lowest."
+    )
+
+
+def filled(what: str) -> str:
+    """The table or the sentence of the newest run."""
+    document = json.loads(newest().read_text(encoding="utf-8"))
+    return {"table": table, "sentence": sentence}[what](document)

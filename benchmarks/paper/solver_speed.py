@@ -19,7 +19,7 @@ import numpy as np
 from lowtide.chain.chain import Chain
 from lowtide.chain.unroll import replay
 from lowtide.solvers import methods
-from lowtide.solvers.ops.search.compiled import is_compiling
+from lowtide.solvers.jit import is_compiling
 from lowtide.text.documents import write_text
 
 QUESTIONS = (
@@ -89,7 +89,7 @@ def main() -> None:
         "machine": platform.machine(),
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "numba": is_compiling(),
+        "compiled": is_compiling(),
         "commit": chosen.commit,
         "seed": 0,
         "date": time.strftime("%Y-%m-%d"),

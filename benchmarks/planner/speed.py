@@ -22,7 +22,7 @@ from lowtide.ir.graph import Graph, Op, Origin, Phase, Ref, Role, Tensor, Value
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
 from lowtide.ir.validate import validate
-from lowtide.solvers.ops.search.compiled import is_compiling
+from lowtide.solvers.jit import is_compiling
 from lowtide.solvers.registry import solve
 from lowtide.text.documents import write_text
 
@@ -178,7 +178,7 @@ def main() -> None:
         "machine": platform.machine(),
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "numba": is_compiling(),
+        "compiled": is_compiling(),
         "commit": asked.commit,
         "date": time.strftime("%Y-%m-%d"),
     }

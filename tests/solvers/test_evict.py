@@ -225,14 +225,16 @@ def test_a_second_search_finds_the_same() -> None:
     assert Evict().lowest(graph).schedule == Evict().lowest(other).schedule
 
 
-WITHOUT_NUMBA = """
-import importlib.util
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "numba" else found(name, *rest)
-from lowtide.solvers.ops.search.compiled import is_compiling
+WITHOUT_LLVM = """
+import importlib.metadata
+def version(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+found, importlib.metadata.version = importlib.metadata.version, version
+from lowtide.solvers.jit import is_compiling
+assert not is_compiling()
+importlib.metadata.version = found
 from lowtide.solvers.ops.evict import Evict
 from tests.solvers.test_evict import ladder
-assert not is_compiling()
 print(Evict().lowest(ladder()).schedule)
 """
 
@@ -241,7 +243,7 @@ def test_loops_that_are_not_compiled_find_the_same() -> None:
     here = Path(__file__).parents[2]
     path = os.pathsep.join([str(here), str(Path(lowtide.__file__).parents[1])])
     result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_NUMBA],
+        [sys.executable, "-c", WITHOUT_LLVM],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -250,6 +252,7 @@ def test_loops_that_are_not_compiled_find_the_same() -> None:
     assert (result.returncode, result.stdout.strip()) == (0, str(Evict().lowest(ladder()).schedule)), (
         result.stderr
     )
+    assert result.stderr.count("llvmlite is not installed") == 1
 
 
 # Refusals -------------------------------------------------------------------------------------------

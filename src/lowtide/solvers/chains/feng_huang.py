@@ -22,9 +22,11 @@ from lowtide.chain.plan import Plan
 from lowtide.ir.graph import Graph
 from lowtide.ir.keep import forward_values
 from lowtide.solvers.chains.division import Part, Shape, Trunk
+from lowtide.solvers.jit import Unit
 from lowtide.solvers.method import GraphMethod
-from lowtide.solvers.ops.search.compiled import compiled
 from lowtide.solvers.solution import Answer, GraphAnswer, Status
+
+_loops = Unit()
 
 
 class FengHuang(GraphMethod):
@@ -145,16 +147,19 @@ def _cheapest_run(line: Part, start: int, stop: int, threshold: int) -> tuple[in
     return sum(line.cut_weights[index] for index in path), tuple(line.cuts[index] for index in reversed(path))
 
 
-@compiled
 def _shortest_path(before: Ints, after: Ints, threshold: int) -> Ints:
     """The vertex before each on the cheapest path to it, from the first vertex, in the accessibility graph.
 
     Of vertices as cheap to come from the first is taken.
     """
-    count = len(before)
-    cost = np.zeros(count, np.int64)
-    previous = np.zeros(count, np.int64)
-    for later in range(1, count):
+    cost, previous = np.zeros((2, len(before)), np.int64)
+    _relax_edges(before, after, threshold, cost, previous)
+    return previous
+
+
+@_loops.compiled
+def _relax_edges(before: Ints, after: Ints, threshold: int, cost: Ints, previous: Ints) -> None:
+    for later in range(1, len(before)):
         best = later - 1
         for earlier in range(later - 2, -1, -1):
             if before[later] - after[earlier] > threshold:
@@ -163,4 +168,3 @@ def _shortest_path(before: Ints, after: Ints, threshold: int) -> Ints:
                 best = earlier
         previous[later] = best
         cost[later] = cost[best] + after[later] - before[later]
-    return previous

@@ -32,11 +32,13 @@ import numpy as np
 from lowtide.chain.chain import Chain, Ints
 from lowtide.chain.plan import Plan
 from lowtide.solvers.chains.moments import Moments, peak_of
+from lowtide.solvers.jit import Unit
 from lowtide.solvers.method import Method
-from lowtide.solvers.ops.search.compiled import compiled
 from lowtide.solvers.solution import Answer, Status
 
 _REFERENCE = "Hong et al., arXiv 2502.12499, JPDC 2025"
+
+_loops = Unit()
 
 SegmentCosts = Callable[[int], Ints]
 """For i, the costs U(i, i + 1) … U(i, n − 1)."""
@@ -88,7 +90,6 @@ def _path(came_from: Ints, checkpoint: int) -> tuple[int, ...]:
 # Segment costs max B − A, O(n) ------------------------------------------------------------------------
 
 
-@compiled
 def least_peak_in_one_pass(price: Ints, last: Ints, saved: Ints, worst: Ints) -> int:
     """M(0) where U(i, j) = max of `worst` over layers i + 1 … j, less `saved`[i].
 
@@ -103,10 +104,18 @@ def least_peak_in_one_pass(price: Ints, last: Ints, saved: Ints, worst: Ints) ->
     The maximum of `worst` up to j is found among its records, the layers that need more than all before them
     down to i + 1. These change at the front only, and the two places looked at only move towards it.
     """
-    n = len(last)
     least = last.copy()
-    queue = np.empty(n, np.int64)  # from the back, at `back`, to the front, at `front`
-    records = np.empty(n, np.int64)  # the last record first
+    _fill_least(price, last, saved, worst, least, np.empty_like(last), np.empty_like(last))
+    return int(least[0])
+
+
+@_loops.compiled
+def _fill_least(
+    price: Ints, last: Ints, saved: Ints, worst: Ints, least: Ints, queue: Ints, records: Ints
+) -> None:
+    """M of every tensor. `queue` is in use from its back, at `back`, to its front, at `front`; the last of
+    `records` is the first."""
+    n = len(last)
     back, front, newest = 0, -1, -1
     of_back, of_second = 0, 0  # where in `records` the maxima for the two are
     for i in range(n - 2, -1, -1):
@@ -133,10 +142,8 @@ def least_peak_in_one_pass(price: Ints, last: Ints, saved: Ints, worst: Ints) ->
             of_back += 1
         best = price[i] + max(least[queue[back]], worst[records[of_back] - 1] - saved[i])
         least[i] = min(last[i], best, second_best)
-    return int(least[0])
 
 
-@compiled
 def least_recomputation_in_one_pass(
     price: Ints, last: Ints, saved: Ints, worst: Ints, limit: int
 ) -> tuple[Ints, int]:
@@ -146,16 +153,28 @@ def least_recomputation_in_one_pass(
     queue has rising H, and its front is the best as long as it reaches; the maximum over (front, j] is that
     of a sliding window.
     """
-    n = len(last)
-    held = np.zeros(n, np.int64)
-    came_from = np.zeros(n, np.int64)
+    held, came_from, queue, window = np.zeros((4, len(last)), np.int64)
+    return came_from, _first_to_keep_after(price, last, saved, worst, limit, held, came_from, queue, window)
+
+
+@_loops.compiled
+def _first_to_keep_after(
+    price: Ints,
+    last: Ints,
+    saved: Ints,
+    worst: Ints,
+    limit: int,
+    held: Ints,
+    came_from: Ints,
+    queue: Ints,
+    window: Ints,
+) -> int:
+    """That checkpoint, or −1. All zeros are handed in; `window` has layers in falling order of `worst`."""
     if last[0] <= limit:
-        return came_from, 0
-    queue = np.zeros(n, np.int64)
+        return 0
     front, back = 0, 0
-    window = np.empty(n, np.int64)  # layers in falling order of `worst`
     first, end = 0, -1
-    for j in range(1, n):
+    for j in range(1, len(last)):
         while end >= first and worst[window[end] - 1] <= worst[j - 1]:
             end -= 1
         end += 1
@@ -168,16 +187,16 @@ def least_recomputation_in_one_pass(
                 break
             front += 1
         if front > back:
-            return came_from, -1
+            return -1
         came_from[j] = queue[front]
         if held[queue[front]] + last[j] <= limit:
-            return came_from, j
+            return j
         held[j] = held[queue[front]] + price[j]
         while back >= front and held[queue[back]] >= held[j]:
             back -= 1
         back += 1
         queue[back] = j
-    return came_from, -1
+    return -1
 
 
 @dataclass(frozen=True)
@@ -221,7 +240,6 @@ class Estimate:
 # The textbook sum, O(n³) ------------------------------------------------------------------------------
 
 
-@compiled
 def _lightest_textbook_sum(price: Ints, before: Ints, thresholds: Ints) -> tuple[int, Ints, int]:
     """The least of Σ d over checkpoints + the largest segment, and the way to its last checkpoint.
 
@@ -231,14 +249,28 @@ def _lightest_textbook_sum(price: Ints, before: Ints, thresholds: Ints) -> tuple
     lightest sums the one whose last checkpoint comes first is among those looked at. That is never n: without
     it the last segment grows by no more than d_n.
     """
+    best = np.array([before[-1] + 1, len(price) - 1], np.int64)
+    best_from, lightest, came_from, queue = np.zeros((4, len(price)), np.int64)
+    _weigh_sums(price, before, thresholds, lightest, came_from, queue, best, best_from)
+    return int(best[0]), best_from, int(best[1])
+
+
+@_loops.compiled
+def _weigh_sums(
+    price: Ints,
+    before: Ints,
+    thresholds: Ints,
+    lightest: Ints,
+    came_from: Ints,
+    queue: Ints,
+    best: Ints,
+    best_from: Ints,
+) -> None:
+    """`best` is the least sum so far and its last checkpoint, `best_from` the way there; f is `lightest`."""
     end = len(price) - 1  # tensor n + 1
-    best, best_last = before[-1] + 1, end
-    best_from = np.zeros(end + 1, np.int64)
-    lightest = np.zeros(end + 1, np.int64)
-    came_from = np.zeros(end + 1, np.int64)
-    queue = np.zeros(end + 1, np.int64)
-    for threshold in thresholds:
-        if threshold > best:
+    for index in range(len(thresholds)):
+        threshold = thresholds[index]
+        if threshold > best[0]:
             break
         front, back = 0, -1
         for j in range(1, end + 1):
@@ -251,15 +283,15 @@ def _lightest_textbook_sum(price: Ints, before: Ints, thresholds: Ints) -> tuple
             came_from[j] = queue[front]
             lightest[j] = lightest[queue[front]] + price[j]
         total = lightest[end] + threshold
-        if total > best:
+        if total > best[0]:
             continue
         last = 0
         while before[end - 1] - before[last] > threshold or lightest[last] != lightest[end]:
             last += 1
-        if total < best or last < best_last:
-            best, best_last = total, last
-            best_from[:] = came_from
-    return best, best_from, best_last
+        if total < best[0] or last < best[1]:
+            best[0], best[1] = total, last
+            for j in range(end + 1):
+                best_from[j] = came_from[j]
 
 
 # The methods ------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@
     @unit.linked              a part of what calls it
     @unit.compiled            may be called from Python
 
-A search is long loops over arrays; as Python it takes about 70 times as long. Why not numba? It infers types,
-which here are all written down, and compiles each function anew into each of its callers: that took half a
-minute for the search. This compiles all of it in a second, and so nothing is kept on disk.
+A search is long loops over arrays; as Python it takes about a hundred times as long. Why not numba? It infers
+types, which here are all written down, and compiles each function anew with each that calls it: for the
+search that took half a minute. Here it takes half a second, so that nothing need be kept on disk.
 
 What can be compiled is a small part of Python: whole and real numbers, columns of them, records of columns,
 `if`, `while`, `for … in range(…)`, and calls. `translation` says what is meant by each and refuses the rest.

@@ -7,15 +7,13 @@ index is negative, and nothing is divided by zero: nobody checks that. What does
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import unwrap
-from types import FunctionType
 from typing import Any, TypeAlias
 
 from llvmlite import ir
 
-from lowtide.solvers.jit.kinds import BOOL, INT, REAL, Column, Kind, Signature, Table
+from lowtide.solvers.jit.kinds import BOOL, INT, REAL, Callee, Column, Kind, Scope, Table
 
 Value: TypeAlias = Any  # an LLVM value; its type is INT, REAL or BOOL
 Block: TypeAlias = Any  # an LLVM block
@@ -36,28 +34,6 @@ class Named:
     kind: Kind
     place: Value
     length: Value = None
-
-
-@dataclass(frozen=True)
-class Callee:
-    """A function that is being compiled, as Python and as LLVM know it."""
-
-    python: FunctionType
-    signature: Signature
-    llvm: Any
-
-
-@dataclass(frozen=True)
-class Scope:
-    """What a function can name beside its own variables."""
-
-    globals: Mapping[str, Any]  # of its module
-    callees: Mapping[str, Callee]
-
-    def callee(self, name: str) -> Callee | None:
-        """The function that it calls by that name, if that is compiled too."""
-        found, named = self.callees.get(name), self.globals.get(name)
-        return found if found and callable(named) and unwrap(named) is found.python else None
 
 
 class Expressions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from inspect import unwrap
 from types import FunctionType
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -52,6 +53,28 @@ class Signature:
         results = [each for kind in self.results for each in _passed(kind)]
         several = ir.LiteralStructType(results) if len(results) > 1 else ir.VoidType()
         return ir.FunctionType(results[0] if len(results) == 1 else several, taken)
+
+
+@dataclass(frozen=True)
+class Callee:
+    """A function that is being compiled, as Python and as LLVM know it."""
+
+    python: FunctionType
+    signature: Signature
+    llvm: Any
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a function can name beside its own variables."""
+
+    globals: Mapping[str, Any]  # of its module
+    callees: Mapping[str, Callee]
+
+    def callee(self, name: str) -> Callee | None:
+        """The function that it calls by that name, if that is compiled too."""
+        found, named = self.callees.get(name), self.globals.get(name)
+        return found if found and callable(named) and unwrap(named) is found.python else None
 
 
 def signature_of(function: FunctionType) -> Signature:

@@ -13,8 +13,18 @@ from typing import Any
 from llvmlite import binding, ir
 
 from lowtide.solvers.jit import place_of
-from lowtide.solvers.jit.expressions import Callee, Scope
-from lowtide.solvers.jit.kinds import BOOL, INT, REAL, Column, Kind, Signature, Table, signature_of
+from lowtide.solvers.jit.kinds import (
+    BOOL,
+    INT,
+    REAL,
+    Callee,
+    Column,
+    Kind,
+    Scope,
+    Signature,
+    Table,
+    signature_of,
+)
 from lowtide.solvers.jit.translation import Translation
 
 # Why so little? A search over a thousand ops takes half a second, and so does compiling. LLVM's usual levels

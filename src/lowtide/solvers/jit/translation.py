@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from lowtide.solvers.jit.expressions import Block, Callee, Expressions, Named, Scope, Value
-from lowtide.solvers.jit.kinds import BOOL, INT, Column, Table
+from lowtide.solvers.jit.expressions import Block, Expressions, Named, Value
+from lowtide.solvers.jit.kinds import BOOL, INT, Callee, Column, Scope, Table
 
 
 class Translation(Expressions):

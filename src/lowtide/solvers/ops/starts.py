@@ -9,9 +9,10 @@ import numpy as np
 from lowtide.chain.cuts import is_heavy
 from lowtide.ir.graph import Graph, Phase
 from lowtide.ir.schedule import Compute
+from lowtide.solvers.jit import Numbers
 from lowtide.solvers.ops.search.encode import change_to, codes_in, column, slots_of
 from lowtide.solvers.ops.search.moves import forget
-from lowtide.solvers.ops.search.state import Numbers, Work
+from lowtide.solvers.ops.search.state import Work
 from lowtide.solvers.ops.segments import recursive
 
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)

@@ -11,12 +11,13 @@ from lowtide.ir.graph import Graph
 from lowtide.ir.recomputable import repeatable, stretches
 from lowtide.ir.schedule import Schedule, in_order
 from lowtide.ir.simulate import allocator_of
-from lowtide.solvers.ops.search.compiled import is_compiling
+from lowtide.solvers.jit import Numbers, is_compiling
 from lowtide.solvers.ops.search.memory import count_everything, refresh
 from lowtide.solvers.ops.search.state import (
     MOST_AGAIN,
-    Numbers,
+    Journal,
     Pair,
+    Scratch,
     Slots,
     Work,
     toggle_all,
@@ -82,6 +83,21 @@ def slots_of(work: Work) -> Slots:
     def zeros(count: int) -> Any:
         return np.zeros(count, np.int64) if is_compiling() else [0] * count
 
+    scratch = Scratch(
+        stamp=zeros(1),
+        seen_value=zeros(values),
+        seen_op=zeros(ops),
+        last_op=zeros(values),
+        dies=zeros(values),
+        begins=zeros(int(widest)),
+        ends=zeros(int(widest)),
+        stack=zeros(nodes),
+        closure=np.zeros(ops, np.int64),
+        over=zeros(ops + 1),
+        candidate=zeros(values),
+        candidate_slot=zeros(values),
+        score=column([0.0] * values, np.float64),
+    )
     slots = Slots(
         again=zeros(nodes),
         times=zeros(ops),
@@ -97,24 +113,11 @@ def slots_of(work: Work) -> Slots:
         stale=zeros(ops),
         is_stale=zeros(ops),
         stale_count=zeros(1),
-        journal=zeros(JOURNAL * ops),
-        journal_count=zeros(1),
-        stamp=zeros(1),
-        seen_value=zeros(values),
-        seen_op=zeros(ops),
-        last_op=zeros(values),
-        dies=zeros(values),
-        begins=zeros(int(widest)),
-        ends=zeros(int(widest)),
-        stack=zeros(nodes),
-        closure=np.zeros(ops, np.int64),
-        over=zeros(ops + 1),
-        candidate=zeros(values),
-        candidate_slot=zeros(values),
-        score=column([0.0] * values, np.float64),
         estimate=column(work.cost, np.float64),
         dice=column([1]),
         spent=zeros(1),
+        journal=Journal(entries=zeros(JOURNAL * ops), count=zeros(1)),
+        scratch=scratch,
     )
     count_everything(work, slots)
     return slots

@@ -10,12 +10,14 @@ It goes down a ladder of peaks and does not know of any budget: what it finds is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from lowtide.solvers.jit import Numbers, is_compiling
 from lowtide.solvers.method import Effort
 from lowtide.solvers.ops.search.encode import change_to, codes_in, slots_of
 from lowtide.solvers.ops.search.lower_bound import must_hold
@@ -23,7 +25,7 @@ from lowtide.solvers.ops.search.memory import highest
 from lowtide.solvers.ops.search.moves import is_in_place, relax
 from lowtide.solvers.ops.search.pareto import Front, Seen
 from lowtide.solvers.ops.search.repair import NO_LIMIT, improve, shrink
-from lowtide.solvers.ops.search.state import Numbers, Work
+from lowtide.solvers.ops.search.state import Work
 
 NOTHING: Numbers = np.empty(0, np.int64)
 WIDTH = 12  # candidates that are tried before one is taken
@@ -41,6 +43,10 @@ class Length:
     part: int  # of `work_for`: what is allowed
 
 
+SLOW = (
+    "llvmlite is not installed, or older than 0.44: the search runs as Python and takes about a hundred "
+    "times as long. Install it (pip install llvmlite), or plan with effort='quick'."
+)
 LENGTHS = {Effort.FULL: Length(64, 2, 1), Effort.QUICK: Length(16, 1, 16)}
 
 
@@ -70,12 +76,12 @@ class Explorer:
 
     def shrink(self, level: int, merge: bool, allowance: int) -> bool:
         """Get down to `level`, and give back what can be given back there; False if it is stuck above."""
-        self.slots.journal_count[0] = 0
+        self.slots.journal.count[0] = 0
         reached = shrink(self.work, self.slots, level, merge, WIDTH, NO_LIMIT, 0.0, allowance)
-        self.slots.journal_count[0] = 0
+        self.slots.journal.count[0] = 0
         if reached:
             relax(self.work, self.slots, level)
-        self.slots.journal_count[0] = 0
+        self.slots.journal.count[0] = 0
         self.note()
         return bool(reached)
 
@@ -124,7 +130,7 @@ class Explorer:
                 break
             self.begin(best.codes)
             for part in range(1, BETWEEN):
-                self.slots.journal_count[0] = 0
+                self.slots.journal.count[0] = 0
                 relax(self.work, self.slots, low + (high - low) * part // BETWEEN)
                 self.note()
 
@@ -137,6 +143,8 @@ def explore(
     And with what `starts` run again. `costs` are those of the ops. How long the search is depends on the
     number of ops and on `effort` alone, and what it finds on nothing but these and the graph.
     """
+    if not is_compiling():
+        warnings.warn(SLOW, stacklevel=2)
     explorer = Explorer(work, costs)
     length = LENGTHS[effort]
     levels = levels_between(explorer.plain_bytes, explorer.floor_bytes, len(work.cost), length.levels)

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from lowtide.solvers.ops.search.state import Numbers, Work
+from lowtide.solvers.jit import Numbers
+from lowtide.solvers.ops.search.state import Work
 
 
 def must_hold(work: Work) -> Numbers:

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-from lowtide.solvers.ops.search.linked import inlined, linked
-from lowtide.solvers.ops.search.state import Slots, Work, count_life, end_of, serving, spoil
+from lowtide.solvers.ops.search.state import Slots, Work, count_life, end_of, search, serving, spoil
 
 
-@inlined
+@search.linked
 def look_at(work: Work, slots: Slots, op: int, slot: int, stamp: int) -> int:
     """Note that `op` uses what it reads in `slot`; the bytes of what ends there and was made before."""
     held = 0
     for index in range(work.reads_from[op], work.reads_from[op + 1]):
         value = work.reads[index]
-        slots.last_op[value] = op
-        if slots.seen_value[value] != stamp:
-            slots.seen_value[value] = stamp
+        slots.scratch.last_op[value] = op
+        if slots.scratch.seen_value[value] != stamp:
+            slots.scratch.seen_value[value] = stamp
             made = serving(slots, work.maker[value], slot)
             ends_here = end_of(work, slots, value, made) == slot
-            slots.dies[value] = ends_here
+            slots.scratch.dies[value] = ends_here
             if ends_here and made < slot:
                 held += work.size[value]
     return held
 
 
-@inlined
+@search.linked
 def run_in(work: Work, slots: Slots, op: int, slot: int, stamp: int, held: int) -> int:
     """The bytes held after `op` has run in `slot`, where `held` are the slot's own before."""
     for index in range(work.makes_from[op], work.makes_from[op + 1]):
         value = work.makes[index]
-        unused = slots.seen_value[value] != stamp
+        unused = slots.scratch.seen_value[value] != stamp
         if not (unused and end_of(work, slots, value, slot) == slot):
             held += work.size[value]
     for index in range(work.reads_from[op], work.reads_from[op + 1]):
         value = work.reads[index]
-        if slots.dies[value] and slots.last_op[value] == op:
+        if slots.scratch.dies[value] and slots.scratch.last_op[value] == op:
             held -= work.size[value]
     return held
 
 
-@inlined
+@search.linked
 def needs(work: Work, op: int) -> int:
     """The bytes that `op` takes when it runs: its results and its workspace."""
     taken = work.workspace[op]
@@ -47,10 +46,10 @@ def needs(work: Work, op: int) -> int:
     return int(taken)
 
 
-@inlined
+@search.linked
 def count_within(work: Work, slots: Slots, slot: int) -> None:
-    slots.stamp[0] += 1
-    stamp = slots.stamp[0]
+    slots.scratch.stamp[0] += 1
+    stamp = slots.scratch.stamp[0]
     held = 0
     node = slots.first[slot]
     while node >= 0:
@@ -72,7 +71,7 @@ def count_within(work: Work, slots: Slots, slot: int) -> None:
     slots.within[slot] = most
 
 
-@linked
+@search.compiled
 def refresh(work: Work, slots: Slots) -> None:
     """Count again what was spoilt."""
     for index in range(slots.stale_count[0]):
@@ -82,7 +81,7 @@ def refresh(work: Work, slots: Slots) -> None:
     slots.stale_count[0] = 0
 
 
-@linked
+@search.compiled
 def highest(work: Work, slots: Slots) -> int:
     """The most that any slot holds."""
     refresh(work, slots)
@@ -92,7 +91,7 @@ def highest(work: Work, slots: Slots) -> int:
     return most
 
 
-@linked
+@search.compiled
 def count_everything(work: Work, slots: Slots) -> None:
     """Count all lives and all slots, of a schedule in which nothing runs again yet."""
     for value in range(len(work.size)):

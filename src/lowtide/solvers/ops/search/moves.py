@@ -6,11 +6,10 @@ than itself; `repairing` puts them together.
 
 from __future__ import annotations
 
-from lowtide.solvers.ops.search.linked import inlined, linked
+from lowtide.solvers.jit import Numbers
 from lowtide.solvers.ops.search.memory import refresh
 from lowtide.solvers.ops.search.state import (
     MOST_AGAIN,
-    Numbers,
     Slots,
     Work,
     end_of,
@@ -20,13 +19,14 @@ from lowtide.solvers.ops.search.state import (
     next_made,
     next_use,
     runs_again,
+    search,
     serving,
     toggle,
     undo,
 )
 
 
-@linked
+@search.linked
 def may_run(work: Work, slots: Slots, op: int, slot: int) -> bool:
     """Whether `op` may run again in `slot`, does not yet, and there is room to write it down."""
     return (
@@ -38,7 +38,7 @@ def may_run(work: Work, slots: Slots, op: int, slot: int) -> bool:
     )
 
 
-@inlined
+@search.linked
 def fits(slots: Slots, begin: int, stop: int, size: int, budget: int) -> bool:
     """Whether `size` more bytes fit into the slots from `begin` up to, not including, `stop`."""
     slots.spent[0] += 1
@@ -50,7 +50,7 @@ def fits(slots: Slots, begin: int, stop: int, size: int, budget: int) -> bool:
     return True
 
 
-@linked
+@search.linked
 def excess(work: Work, slots: Slots, budget: int) -> tuple[int, int]:
     """The bytes over budget, summed over the slots, and the slot that holds most."""
     refresh(work, slots)
@@ -68,36 +68,36 @@ def excess(work: Work, slots: Slots, budget: int) -> tuple[int, int]:
 # Making again ----------------------------------------------------------------------------------------
 
 
-@inlined
+@search.linked
 def closure_of(work: Work, slots: Slots, op: int, slot: int, budget: int) -> int:
-    """Collect in `slots.closure` what has to run in `slot` so that `op` can; returns how many.
+    """Collect in `slots.scratch.closure` what has to run in `slot` so that `op` can; returns how many.
 
     What is alive there is used as it is, what can be held until then within the budget is held.
     """
-    slots.stamp[0] += 1
-    stamp = slots.stamp[0]
-    slots.stack[0] = op
-    slots.seen_op[op] = stamp
+    slots.scratch.stamp[0] += 1
+    stamp = slots.scratch.stamp[0]
+    slots.scratch.stack[0] = op
+    slots.scratch.seen_op[op] = stamp
     depth, count = 1, 0
     while depth:
         depth -= 1
-        running = slots.stack[depth]
-        slots.closure[count] = running
+        running = slots.scratch.stack[depth]
+        slots.scratch.closure[count] = running
         count += 1
         for index in range(work.reads_from[running], work.reads_from[running + 1]):
             value = work.reads[index]
             maker = work.maker[value]
-            if slots.seen_op[maker] == stamp or not may_run(work, slots, maker, slot):
+            if slots.scratch.seen_op[maker] == stamp or not may_run(work, slots, maker, slot):
                 continue
             end = end_of(work, slots, value, last_made(slots, maker, slot))
             if end < slot and not fits(slots, end, slot, work.size[value], budget):
-                slots.seen_op[maker] = stamp
-                slots.stack[depth] = maker
+                slots.scratch.seen_op[maker] = stamp
+                slots.scratch.stack[depth] = maker
                 depth += 1
     return count
 
 
-@linked
+@search.linked
 def run_again(work: Work, slots: Slots, op: int, slot: int, budget: int, merge: bool) -> None:
     """Run `op` in `slot`, and what it needs; an earlier run that nobody uses any more is dropped.
 
@@ -106,9 +106,9 @@ def run_again(work: Work, slots: Slots, op: int, slot: int, budget: int, merge: 
     """
     count = closure_of(work, slots, op, slot, budget)
     for index in range(count - 1, -1, -1):
-        toggle(work, slots, slots.closure[index], slot)
+        toggle(work, slots, slots.scratch.closure[index], slot)
     for index in range(count):
-        running = slots.closure[index]
+        running = slots.scratch.closure[index]
         before = last_made(slots, running, slot)
         if before != running and is_idle(work, slots, running, before):
             drop(work, slots, running, before)
@@ -120,7 +120,7 @@ def run_again(work: Work, slots: Slots, op: int, slot: int, budget: int, merge: 
                 hold_until(work, slots, running, slot, later, budget)
 
 
-@inlined
+@search.linked
 def hold_until(work: Work, slots: Slots, op: int, slot: int, later: int, budget: int) -> None:
     """Hold until `later` what `op` makes in `slot`, not to run it again there, if the budget allows."""
     size, end = 0, later
@@ -131,14 +131,14 @@ def hold_until(work: Work, slots: Slots, op: int, slot: int, later: int, budget:
         return
     refresh(work, slots)
     most = max(budget, slots.through[end] + slots.within[end])
-    mark = slots.journal_count[0]
+    mark = slots.journal.count[0]
     drop(work, slots, op, later)
     refresh(work, slots)
     if slots.through[end] + slots.within[end] > most:
         undo(work, slots, mark)
 
 
-@linked
+@search.compiled
 def forget(work: Work, slots: Slots, kept: Numbers, turn: int) -> None:
     """Hold nothing from before slot `turn` to after it but what is `kept`; the latest is given up first."""
     for index in range(len(work.evictable) - 1, -1, -1):
@@ -151,16 +151,16 @@ def forget(work: Work, slots: Slots, kept: Numbers, turn: int) -> None:
             and target < len(slots.first)
             and may_run(work, slots, maker, target)
         ):
-            slots.journal_count[0] = 0
+            slots.journal.count[0] = 0
             run_again(work, slots, maker, target, 0, True)
-    slots.journal_count[0] = 0
+    slots.journal.count[0] = 0
     refresh(work, slots)
 
 
 # Holding again ---------------------------------------------------------------------------------------
 
 
-@linked
+@search.linked
 def is_idle(work: Work, slots: Slots, op: int, made: int) -> bool:
     """Whether nobody uses what `op` makes in slot `made`."""
     stop = next_made(slots, op, made)
@@ -170,15 +170,15 @@ def is_idle(work: Work, slots: Slots, op: int, made: int) -> bool:
     return True
 
 
-@linked
+@search.linked
 def drop(work: Work, slots: Slots, op: int, slot: int) -> None:
     """Run `op` no longer in `slot`, nor anything that ran again only for its sake."""
     ops = len(slots.first)
-    slots.stack[0] = op * ops + slot
+    slots.scratch.stack[0] = op * ops + slot
     depth = 1
     while depth:
         depth -= 1
-        removed, place = slots.stack[depth] // ops, slots.stack[depth] % ops
+        removed, place = slots.scratch.stack[depth] // ops, slots.scratch.stack[depth] % ops
         if not runs_again(slots, removed, place):
             continue
         toggle(work, slots, removed, place)
@@ -186,11 +186,11 @@ def drop(work: Work, slots: Slots, op: int, slot: int) -> None:
             maker = work.maker[work.reads[index]]
             made = serving(slots, maker, place)
             if made != maker and is_idle(work, slots, maker, made):
-                slots.stack[depth] = maker * ops + made
+                slots.scratch.stack[depth] = maker * ops + made
                 depth += 1
 
 
-@inlined
+@search.linked
 def restore(work: Work, slots: Slots, op: int, slot: int, budget: int) -> int:
     """Run `op` no longer in `slot`; undone, and 0, if that goes over budget or costs no less."""
     refresh(work, slots)
@@ -201,7 +201,7 @@ def restore(work: Work, slots: Slots, op: int, slot: int, budget: int) -> int:
             end = end_of(work, slots, value, made)
             if not fits(slots, end + 1, slot, work.size[value], budget):
                 return 0
-    mark = slots.journal_count[0]
+    mark = slots.journal.count[0]
     extra = slots.extra[0]
     drop(work, slots, op, slot)
     over, _ = excess(work, slots, budget)
@@ -212,7 +212,7 @@ def restore(work: Work, slots: Slots, op: int, slot: int, budget: int) -> int:
     return 0
 
 
-@linked
+@search.compiled
 def relax(work: Work, slots: Slots, budget: int) -> int:
     """Hold again what ran again, the dearest first, wherever that fits and costs less; returns how often."""
     done = 0
@@ -227,7 +227,7 @@ def relax(work: Work, slots: Slots, budget: int) -> int:
 # Elsewhere -------------------------------------------------------------------------------------------
 
 
-@inlined
+@search.linked
 def hoist(work: Work, slots: Slots, slot: int, hop: int, budget: int, before: int) -> bool:
     """Run some slots earlier what runs again in `slot`; undone, and False, unless less is over budget then.
 
@@ -236,15 +236,15 @@ def hoist(work: Work, slots: Slots, slot: int, hop: int, budget: int, before: in
     target = slot - hop
     if target < 0 or work.stretch[target] != work.stretch[slot]:
         return False
-    mark = slots.journal_count[0]
+    mark = slots.journal.count[0]
     count = 0
     node = slots.first[slot]
     while node >= 0:
-        slots.closure[count] = slots.node_op[node]
+        slots.scratch.closure[count] = slots.node_op[node]
         count += 1
         node = slots.node_next[node]
     for index in range(count):
-        op = slots.closure[index]
+        op = slots.scratch.closure[index]
         if may_run(work, slots, op, target):
             toggle(work, slots, op, target)
             toggle(work, slots, op, slot)
@@ -256,7 +256,7 @@ def hoist(work: Work, slots: Slots, slot: int, hop: int, budget: int, before: in
     return False
 
 
-@linked
+@search.compiled
 def is_in_place(work: Work, slots: Slots) -> bool:
     """Whether everything that runs again is first used in the stretch in which it runs."""
     for op in range(len(slots.first)):

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lowtide.solvers.ops.search.state import Numbers
+from lowtide.solvers.jit import Numbers
 
 Cost: TypeAlias = tuple[float, int]  # what running again costs; of two that cost the same, how much runs
 

@@ -9,7 +9,6 @@ gets the same schedule everywhere.
 
 from __future__ import annotations
 
-from lowtide.solvers.ops.search.linked import inlined, linked
 from lowtide.solvers.ops.search.memory import refresh
 from lowtide.solvers.ops.search.moves import drop, excess, hoist, may_run, relax, run_again
 from lowtide.solvers.ops.search.state import (
@@ -20,6 +19,7 @@ from lowtide.solvers.ops.search.state import (
     last_use,
     next_use,
     runs_again,
+    search,
     serving,
     undo,
 )
@@ -30,7 +30,7 @@ NO_LIMIT = 1e300
 # Candidates ------------------------------------------------------------------------------------------
 
 
-@inlined
+@search.linked
 def first_use_after(work: Work, slots: Slots, value: int, slot: int, moment: int) -> int:
     """The slot of the first use of `value` after op `moment` of `slot` has run."""
     for index in range(work.uses_from[value], work.uses_from[value + 1]):
@@ -40,26 +40,26 @@ def first_use_after(work: Work, slots: Slots, value: int, slot: int, moment: int
     return next_use(work, slots, value, slot)
 
 
-@inlined
+@search.linked
 def count_over(slots: Slots, budget: int) -> None:
     """For each slot, how many before it are over budget."""
     for slot in range(len(slots.first)):
         is_over = slots.through[slot] + slots.within[slot] > budget
-        slots.over[slot + 1] = slots.over[slot] + (1 if is_over else 0)
+        slots.scratch.over[slot + 1] = slots.scratch.over[slot] + (1 if is_over else 0)
 
 
-@inlined
+@search.linked
 def mark_busy(work: Work, slots: Slots, op: int) -> int:
     """Stamp what `op` reads and makes: it cannot be given up while `op` runs."""
-    slots.stamp[0] += 1
+    slots.scratch.stamp[0] += 1
     for index in range(work.reads_from[op], work.reads_from[op + 1]):
-        slots.seen_value[work.reads[index]] = slots.stamp[0]
+        slots.scratch.seen_value[work.reads[index]] = slots.scratch.stamp[0]
     for index in range(work.makes_from[op], work.makes_from[op + 1]):
-        slots.seen_value[work.makes[index]] = slots.stamp[0]
-    return int(slots.stamp[0])
+        slots.scratch.seen_value[work.makes[index]] = slots.scratch.stamp[0]
+    return int(slots.scratch.stamp[0])
 
 
-@inlined
+@search.linked
 def gather(work: Work, slots: Slots, slot: int, budget: int, noise: float) -> int:
     """Collect what is held at the highest moment of `slot` and could be given up there; returns how many.
 
@@ -76,26 +76,26 @@ def gather(work: Work, slots: Slots, slot: int, budget: int, noise: float) -> in
         if maker >= slot:
             break
         made = serving(slots, maker, slot)
-        if slots.seen_value[value] == busy or (made == slot and maker > moment):
+        if slots.scratch.seen_value[value] == busy or (made == slot and maker > moment):
             continue
         target = first_use_after(work, slots, value, slot, moment)
         if target > end_of(work, slots, value, made) or (target == slot and maker < moment):
             continue
         if may_run(work, slots, maker, target):
             begin = last_use(work, slots, value, made, slot + 1)
-            passed = max(1, slots.over[target] - slots.over[min(begin + 1, slot)])
-            slots.candidate[count] = maker
-            slots.candidate_slot[count] = target
-            slots.score[count] = work.size[value] * passed / slots.estimate[maker]
-            slots.score[count] *= 1.0 - noise * draw(slots, 1024) / 1024.0
+            passed = max(1, slots.scratch.over[target] - slots.scratch.over[min(begin + 1, slot)])
+            slots.scratch.candidate[count] = maker
+            slots.scratch.candidate_slot[count] = target
+            slots.scratch.score[count] = work.size[value] * passed / slots.estimate[maker]
+            slots.scratch.score[count] *= 1.0 - noise * draw(slots, 1024) / 1024.0
             count += 1
     return count
 
 
-@inlined
+@search.linked
 def trial(work: Work, slots: Slots, op: int, slot: int, budget: int, merge: bool, before: int) -> float:
     """Bytes over budget saved for each second if `op` runs again in `slot`. It is undone."""
-    mark = slots.journal_count[0]
+    mark = slots.journal.count[0]
     extra = slots.extra[0]
     run_again(work, slots, op, slot, budget, merge)
     after, _ = excess(work, slots, budget)
@@ -106,7 +106,7 @@ def trial(work: Work, slots: Slots, op: int, slot: int, budget: int, merge: bool
     return float((before - after) / cost)
 
 
-@inlined
+@search.linked
 def choose(work: Work, slots: Slots, count: int, budget: int, merge: bool, width: int, over: int) -> int:
     """The best candidate, or -1. Scores are what each was worth when last tried: the leader is tried anew."""
     best, best_worth = -1, 0.0
@@ -115,16 +115,16 @@ def choose(work: Work, slots: Slots, count: int, budget: int, merge: bool, width
         slots.spent[0] += count // 32
         leader = 0
         for index in range(1, count):
-            if slots.score[index] > slots.score[leader]:
+            if slots.scratch.score[index] > slots.scratch.score[leader]:
                 leader = index
-        if slots.score[leader] <= best_worth:
+        if slots.scratch.score[leader] <= best_worth:
             break
         tries += 1
-        op, slot = slots.candidate[leader], slots.candidate_slot[leader]
+        op, slot = slots.scratch.candidate[leader], slots.scratch.candidate_slot[leader]
         worth = 0.0
         if may_run(work, slots, op, slot):
             worth = trial(work, slots, op, slot, budget, merge, over)
-        slots.score[leader] = max(worth, 0.0)
+        slots.scratch.score[leader] = max(worth, 0.0)
         if worth > best_worth:
             best, best_worth = leader, worth
     return best
@@ -133,7 +133,7 @@ def choose(work: Work, slots: Slots, count: int, budget: int, merge: bool, width
 # Repair ----------------------------------------------------------------------------------------------
 
 
-@linked
+@search.compiled
 def shrink(
     work: Work, slots: Slots, budget: int, merge: bool, width: int, limit: float, noise: float, allowance: int
 ) -> bool:
@@ -143,7 +143,7 @@ def shrink(
     no longer be undone: what was done so far stays.
     """
     stop = slots.spent[0] + allowance
-    room = len(slots.journal) // 4
+    room = len(slots.journal.entries) // 4
     over, worst = excess(work, slots, budget)
     while over > 0:
         if slots.extra[0] > limit or slots.spent[0] > stop:
@@ -152,30 +152,31 @@ def shrink(
         start = over
         while count and slots.through[worst] + slots.within[worst] > budget:
             chosen = choose(work, slots, count, budget, merge, width, over)
-            if chosen < 0 or slots.journal_count[0] > 3 * room:
+            if chosen < 0 or slots.journal.count[0] > 3 * room:
                 break
-            run_again(work, slots, slots.candidate[chosen], slots.candidate_slot[chosen], budget, merge)
-            slots.score[chosen] = 0.0
+            op, slot = slots.scratch.candidate[chosen], slots.scratch.candidate_slot[chosen]
+            run_again(work, slots, op, slot, budget, merge)
+            slots.scratch.score[chosen] = 0.0
             over, _ = excess(work, slots, budget)
         hop = 1
         while over >= start and hop <= 8:
             if hoist(work, slots, worst, hop, budget, over):
                 over, _ = excess(work, slots, budget)
             hop += 1
-        if over >= start or slots.journal_count[0] > 3 * room:
+        if over >= start or slots.journal.count[0] > 3 * room:
             return False
         over, worst = excess(work, slots, budget)
     return True
 
 
-@inlined
+@search.linked
 def draw(slots: Slots, count: int) -> int:
     """A number below `count`, the next of a fixed sequence."""
     slots.dice[0] = (slots.dice[0] * 1103515245 + 12345) % 2147483648
     return int((slots.dice[0] >> 8) % count)
 
 
-@inlined
+@search.linked
 def ruin(work: Work, slots: Slots, middle: int) -> None:
     """Drop some of what runs again: all of it in a few slots, all of a few ops, or here and there."""
     ops = len(slots.first)
@@ -201,7 +202,7 @@ def ruin(work: Work, slots: Slots, middle: int) -> None:
                 drop(work, slots, op, slots.again[op * MOST_AGAIN + draw(slots, slots.times[op])])
 
 
-@linked
+@search.compiled
 def improve(work: Work, slots: Slots, budget: int, allowance: int, width: int) -> int:
     """Ruin and repair until that much work is done; returns how often that was for the better.
 
@@ -211,7 +212,7 @@ def improve(work: Work, slots: Slots, budget: int, allowance: int, width: int) -
     over, worst = excess(work, slots, budget)
     stop = slots.spent[0] + allowance
     while slots.spent[0] < stop and (over > 0 or slots.extra[0] > 0.0):
-        slots.journal_count[0] = 0
+        slots.journal.count[0] = 0
         slots.spent[0] += 16
         extra = slots.extra[0]
         middle = worst if over > 0 and draw(slots, 2) else draw(slots, len(slots.first))
@@ -228,5 +229,5 @@ def improve(work: Work, slots: Slots, budget: int, allowance: int, width: int) -
         else:
             undo(work, slots, 0)
             refresh(work, slots)
-    slots.journal_count[0] = 0
+    slots.journal.count[0] = 0
     return better

@@ -13,21 +13,20 @@ changes nothing but the lives of what that op reads and makes.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+from lowtide.solvers.jit import Numbers, Reals, Record, Unit
 
-from lowtide.solvers.ops.search.linked import inlined, linked
-
-Numbers: TypeAlias = npt.NDArray[np.int64]
-Reals: TypeAlias = npt.NDArray[np.float64]
 Pair: TypeAlias = tuple[int, int]  # an op, and a slot that it runs again in
 
 MOST_AGAIN = 24  # runs of one op; nesting recomputation needs the logarithm of the graph's length
 
+search = Unit()
 
-class Work(NamedTuple):
+
+@dataclass(frozen=True, eq=False)
+class Work(Record):
     """What is to be scheduled, as numbers. Values that weigh nothing are left out: they are always held.
 
     The values that op r reads are reads[reads_from[r]] up to, not including, reads[reads_from[r + 1]]; in the
@@ -52,8 +51,36 @@ class Work(NamedTuple):
     evictable: Numbers  # the values that can be made again, in the order in which they are made
 
 
-class Slots(NamedTuple):
-    """What runs again, what follows from it, and room to work in. Arrays of one number are counters."""
+@dataclass(frozen=True, eq=False)
+class Journal(Record):
+    """What was toggled, so that it can be undone."""
+
+    entries: Numbers  # op, slot, op, slot, …
+    count: Numbers  # how many of these numbers are in use
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch(Record):
+    """Room to work in. Between two edits nothing here means anything, but for the stamp, which only rises."""
+
+    stamp: Numbers
+    seen_value: Numbers  # the stamp of whoever saw it last
+    seen_op: Numbers
+    last_op: Numbers  # of a slot that uses a value
+    dies: Numbers
+    begins: Numbers
+    ends: Numbers
+    stack: Numbers
+    closure: Numbers
+    over: Numbers
+    candidate: Numbers
+    candidate_slot: Numbers
+    score: Reals
+
+
+@dataclass(frozen=True, eq=False)
+class Slots(Record):
+    """What runs again, and what follows from it. Columns of one number are counters."""
 
     again: Numbers  # a row of MOST_AGAIN for each op, ascending
     times: Numbers
@@ -69,39 +96,26 @@ class Slots(NamedTuple):
     stale: Numbers  # slots whose `within` is to be counted again
     is_stale: Numbers
     stale_count: Numbers
-    journal: Numbers  # the pairs toggled so far: op, slot, op, slot, …
-    journal_count: Numbers
-    stamp: Numbers
-    seen_value: Numbers
-    seen_op: Numbers
-    last_op: Numbers
-    dies: Numbers
-    begins: Numbers
-    ends: Numbers
-    stack: Numbers
-    closure: Numbers
-    over: Numbers
-    candidate: Numbers
-    candidate_slot: Numbers
-    score: Reals
-    estimate: Reals
+    estimate: Reals  # what running an op again cost with all that it needed, when that was last tried
     dice: Numbers
     spent: Numbers  # work done so far: ops counted, lives changed, slots passed
+    journal: Journal
+    scratch: Scratch
 
 
 # Lives -----------------------------------------------------------------------------------------------
 
 
-@linked
+@search.linked
 def runs_again(slots: Slots, op: int, slot: int) -> bool:
     row = op * MOST_AGAIN
-    for place in range(row, row + slots.times[op]):  # noqa: SIM110 (numba knows no generators)
+    for place in range(row, row + slots.times[op]):  # noqa: SIM110 (generators are not compiled)
         if slots.again[place] == slot:
             return True
     return False
 
 
-@linked
+@search.linked
 def last_made(slots: Slots, op: int, slot: int) -> int:
     """The last slot before `slot` that runs `op`."""
     found = op
@@ -113,7 +127,7 @@ def last_made(slots: Slots, op: int, slot: int) -> int:
     return found
 
 
-@linked
+@search.linked
 def next_made(slots: Slots, op: int, slot: int) -> int:
     """The first slot after `slot` that runs `op` again; if there is none, the number of slots."""
     row = op * MOST_AGAIN
@@ -123,13 +137,13 @@ def next_made(slots: Slots, op: int, slot: int) -> int:
     return len(slots.first)
 
 
-@linked
+@search.linked
 def serving(slots: Slots, op: int, slot: int) -> int:
     """The slot that makes what `slot` uses of what `op` makes."""
     return slot if runs_again(slots, op, slot) else last_made(slots, op, slot)
 
 
-@linked
+@search.linked
 def last_use(work: Work, slots: Slots, value: int, made: int, stop: int) -> int:
     """The last slot before `stop` that uses `value`; `made` if none does after it."""
     found = made
@@ -146,7 +160,7 @@ def last_use(work: Work, slots: Slots, value: int, made: int, stop: int) -> int:
     return found
 
 
-@linked
+@search.linked
 def next_use(work: Work, slots: Slots, value: int, slot: int) -> int:
     """The first slot after `slot` that uses `value`; if there is none, the number of slots."""
     found = len(slots.first)
@@ -161,13 +175,13 @@ def next_use(work: Work, slots: Slots, value: int, slot: int) -> int:
     return found
 
 
-@inlined
+@search.linked
 def is_used(work: Work, slots: Slots, value: int, made: int, stop: int) -> bool:
     """Whether a slot from `made` up to, not including, `stop` uses `value`."""
     return next_use(work, slots, value, made - 1) < stop
 
 
-@linked
+@search.linked
 def end_of(work: Work, slots: Slots, value: int, made: int) -> int:
     """The last slot of the life that begins in `made`; the number of slots if it outlives the step."""
     if work.lasting[value]:
@@ -178,7 +192,7 @@ def end_of(work: Work, slots: Slots, value: int, made: int) -> int:
 # Edits -----------------------------------------------------------------------------------------------
 
 
-@inlined
+@search.linked
 def spoil(slots: Slots, slot: int) -> None:
     """`within` of this slot is to be counted again."""
     if slot < len(slots.first) and not slots.is_stale[slot]:
@@ -187,7 +201,7 @@ def spoil(slots: Slots, slot: int) -> None:
         slots.stale_count[0] += 1
 
 
-@inlined
+@search.linked
 def hold(slots: Slots, begin: int, stop: int, size: int) -> None:
     """`size` more bytes pass by the slots from `begin` up to, not including, `stop`."""
     for slot in range(begin, stop):
@@ -197,7 +211,7 @@ def hold(slots: Slots, begin: int, stop: int, size: int) -> None:
         slots.spent[0] += (stop - begin) // 64
 
 
-@linked
+@search.linked
 def count_life(work: Work, slots: Slots, value: int, made: int, sign: int) -> None:
     end = end_of(work, slots, value, made)
     hold(slots, made + 1, end, sign * work.size[value])
@@ -205,7 +219,7 @@ def count_life(work: Work, slots: Slots, value: int, made: int, sign: int) -> No
     spoil(slots, end)
 
 
-@inlined
+@search.linked
 def flip(work: Work, slots: Slots, op: int, slot: int) -> None:
     """Put the pair in, or take it out; the lives are not told."""
     row = op * MOST_AGAIN
@@ -242,26 +256,31 @@ def flip(work: Work, slots: Slots, op: int, slot: int) -> None:
         slots.node_next[before] = after
 
 
-@linked
+@search.linked
+def count_lives(work: Work, slots: Slots, op: int, before: int, slot: int, sign: int) -> None:
+    """Count the lives of what `op` makes in `before`, and in `slot` if it runs again there."""
+    for index in range(work.makes_from[op], work.makes_from[op + 1]):
+        count_life(work, slots, work.makes[index], before, sign)
+        if runs_again(slots, op, slot):
+            count_life(work, slots, work.makes[index], slot, sign)
+
+
+@search.linked
 def toggle(work: Work, slots: Slots, op: int, slot: int) -> None:
     """Run `op` again in `slot`, or no longer if it does; lives and `through` follow, `within` is spoilt."""
     before = last_made(slots, op, slot)
     start = work.reads_from[op]
     for index in range(start, work.reads_from[op + 1]):
         value = work.reads[index]
-        slots.begins[index - start] = serving(slots, work.maker[value], slot)
-        slots.ends[index - start] = end_of(work, slots, value, slots.begins[index - start])
-    for sign in (-1, 1):
-        if sign > 0:
-            flip(work, slots, op, slot)
-        for index in range(work.makes_from[op], work.makes_from[op + 1]):
-            count_life(work, slots, work.makes[index], before, sign)
-            if runs_again(slots, op, slot):
-                count_life(work, slots, work.makes[index], slot, sign)
+        slots.scratch.begins[index - start] = serving(slots, work.maker[value], slot)
+        slots.scratch.ends[index - start] = end_of(work, slots, value, slots.scratch.begins[index - start])
+    count_lives(work, slots, op, before, slot, -1)
+    flip(work, slots, op, slot)
+    count_lives(work, slots, op, before, slot, 1)
     for index in range(start, work.reads_from[op + 1]):
         value = work.reads[index]
-        made = slots.begins[index - start]
-        old = slots.ends[index - start]
+        made = slots.scratch.begins[index - start]
+        old = slots.scratch.ends[index - start]
         new = end_of(work, slots, value, made)
         if new != old:
             hold(slots, max(old, made + 1), new, work.size[value])
@@ -270,30 +289,30 @@ def toggle(work: Work, slots: Slots, op: int, slot: int) -> None:
             spoil(slots, old)
             spoil(slots, new)
     spoil(slots, slot)
-    slots.journal[slots.journal_count[0]] = op
-    slots.journal[slots.journal_count[0] + 1] = slot
-    slots.journal_count[0] += 2
+    slots.journal.entries[slots.journal.count[0]] = op
+    slots.journal.entries[slots.journal.count[0] + 1] = slot
+    slots.journal.count[0] += 2
 
 
-@inlined
+@search.linked
 def undo(work: Work, slots: Slots, mark: int) -> None:
     """Take back what was toggled since the journal had `mark` entries."""
-    while slots.journal_count[0] > mark:
-        count = slots.journal_count[0] - 2
-        toggle(work, slots, slots.journal[count], slots.journal[count + 1])
-        slots.journal_count[0] = count
+    while slots.journal.count[0] > mark:
+        count = slots.journal.count[0] - 2
+        toggle(work, slots, slots.journal.entries[count], slots.journal.entries[count + 1])
+        slots.journal.count[0] = count
 
 
-@linked
+@search.compiled
 def toggle_all(work: Work, slots: Slots, codes: Numbers) -> None:
     """Toggle pairs, each given as op · slots + slot, for good."""
     ops = len(slots.first)
     for index in range(len(codes)):
         toggle(work, slots, codes[index] // ops, codes[index] % ops)
-        slots.journal_count[0] = 0
+        slots.journal.count[0] = 0
 
 
-@linked
+@search.compiled
 def write_codes(slots: Slots, codes: Numbers) -> None:
     """Write down what runs again, each pair as op · slots + slot."""
     ops = len(slots.first)

@@ -195,14 +195,14 @@ class Sections:
         self.assumptions = assumptions
         self.is_zero = is_zero
         self.here: Spot | None = None
-        self.graphs: list[_Graph] = []
+        self.graphs: list[_WalkedGraph] = []
         self.notes: dict[str, None] = {}
         self.count = 0
         self._earlier_breaks = len(graph_breaks())
 
     def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture one of Dynamo's graphs."""
-        graph = _Graph(self, differentiable_outputs(module))
+        graph = _WalkedGraph(self, differentiable_outputs(module))
         self.graphs.append(graph)
         return graph.compile(module, inputs, gradientless(self.assumptions, len(self.graphs) - 1))
 
@@ -236,7 +236,7 @@ class Sections:
         return Spot(phase, path, self.modules.call(path, section.index, key), section.index, engine=False)
 
 
-class _Graph(CapturedGraph):
+class _WalkedGraph(CapturedGraph):
     """One captured graph: makes a section of each of its runs."""
 
     def __init__(self, sections: Sections, outputs: Sequence[int]) -> None:

@@ -14,21 +14,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lowtide.aot.draw import Drawn
 from lowtide.aot.join import Place, joined
 from lowtide.ir.graph import Graph
 
 Storages = list[StorageWeakRef | None]  # None where there is no tensor
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """The graph of one captured graph; and for all that comes and goes its value, None for what has none."""
-
-    graph: Graph
-    given: tuple[int | None, ...]
-    made: tuple[int | None, ...]
-    tangents: tuple[int | None, ...]
-    gradients: tuple[int | None, ...]
 
 
 @dataclass(kw_only=True)

@@ -51,7 +51,7 @@ class Execution:
         """Compile one of Dynamo's graphs."""
         # Planning anything else empties Dynamo's caches: a graph that is compiled again keeps its number.
         number = self._numbers.setdefault(self._next, len(self._numbers))
-        return _Graph(self).compile(module, inputs, gradientless(self.graph.assumptions, number))
+        return _ScheduledGraph(self).compile(module, inputs, gradientless(self.graph.assumptions, number))
 
     def next_section(self) -> int:
         """The section that begins to run now."""
@@ -65,7 +65,7 @@ class Execution:
         return section
 
 
-class _Graph(PlannedGraph):
+class _ScheduledGraph(PlannedGraph):
     """One captured graph, and the code for each section that it serves."""
 
     def __init__(self, execution: Execution) -> None:

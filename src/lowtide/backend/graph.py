@@ -1,0 +1,89 @@
+"""One captured graph: planned alone when it is compiled, and watched until all of its step are planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from lowtide.aot.codegen import Planned, emit
+from lowtide.aot.draw import Drawn, drawn
+from lowtide.aot.mark import Mark
+from lowtide.aot.planned_graph import PlannedGraph
+from lowtide.backend.observe import storages_of
+from lowtide.backend.solve import planned_alone
+from lowtide.compat.dynamo import take_a_list
+from lowtide.cost.price import with_costs
+from lowtide.errors import BadRequest
+
+if TYPE_CHECKING:
+    from lowtide.backend.step import CompiledStep
+
+
+class StepGraph(PlannedGraph):
+    """One captured graph, watched while it follows a plan of its own, and then planned with the others."""
+
+    def __init__(self, step: CompiledStep) -> None:
+        super().__init__()
+        self._step = step
+        self._drawn: Drawn | None = None
+        self._alone: Planned | None = None
+
+    @property
+    def drawn(self) -> Drawn:
+        """The graph by itself, and what comes and goes."""
+        assert self._drawn is not None, "AOTAutograd partitions, then compiles, then runs"
+        return self._drawn
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
+        """Cut the joint graph in two, and plan it alone, as low as possible."""
+        if any(isinstance(given, torch.SymInt) for given in inputs[0]):
+            raise BadRequest(
+                "a budget is planned for sizes that are numbers, and Dynamo made some of them symbols. "
+                "Compile with dynamic=False; every size is then planned for when it is met."
+            )
+        halves = super().partition(joint, inputs, **options)
+        found = drawn(self.halves, frozenset(options.get("static_lifetime_input_indices") or ()))
+        if self._step.request.profile:
+            found = replace(found, graph=with_costs(found.graph))
+        self._drawn = found
+        first = planned_alone(found.graph, self._step.request)
+        self._alone = emit(self.halves, first.graph, first.schedule, 0)
+        return halves
+
+    def without_backward(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """It is not planned, and runs as it is."""
+        take_a_list(graph.graph)
+        graph.recompile()
+        run: Callable[[list[Any]], Any] = graph.forward
+        return run
+
+    def run_forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+        mark = self._step.next_mark(self)
+        if mark is not None:
+            return self.code(mark).forward.forward(args), mark.write()
+        assert self._alone is not None, "planned alone when it was compiled"
+        given = storages_of(args)
+        results = self._alone.forward.forward(args)
+        made = storages_of(results[: self.halves.user_results])
+        return results, self._step.watch(self, given, made)
+
+    def run_backward(self, mark: Mark, args: list[Any]) -> Any:
+        if mark.plan is not None:
+            return super().run_backward(mark, args)
+        run = self._step.watched_run(self, mark)
+        tangents = storages_of(args[len(args) - len(self.halves.tangents) :])
+        gradients = super().run_backward(mark, args)
+        if run is not None:
+            self._step.watch_backward(run, tangents, storages_of(gradients))
+        return gradients
+
+    def code(self, mark: Mark) -> Planned:
+        """The code for a section of a plan, or, while it is watched, for the graph alone."""
+        if mark.plan is not None:
+            return self._step.plans[mark.plan].sections[mark.section]
+        assert self._alone is not None, "planned alone when it was compiled"
+        return self._alone

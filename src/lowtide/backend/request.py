@@ -1,0 +1,46 @@
+"""What the options of a `torch.compile` ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.errors import BadRequest, UnknownMethod
+from lowtide.solvers import methods, schedulers
+from lowtide.text.budget import LOWEST, parse_bytes
+
+_OPTIONS = ("budget", "method", "profile")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the options ask for."""
+
+    budget_bytes: int | None  # None: as low as possible
+    method: str
+    profile: bool
+
+    @staticmethod
+    def read(options: Mapping[str, Any] | None) -> Request:
+        given = dict(options or {})
+        for name in given:
+            if name not in _OPTIONS:
+                raise BadRequest(f"the lowtide backend has no option {name!r}; it has {', '.join(_OPTIONS)}.")
+        if "budget" not in given:
+            raise BadRequest(
+                "the lowtide backend needs a budget: "
+                'torch.compile(model, backend="lowtide", options={"budget": "8GiB"}).'
+            )
+        budget, method = given["budget"], str(given.get("method", "auto"))
+        if str(budget).strip().endswith("%"):
+            raise BadRequest(
+                f"the lowtide backend does not know the plain peak, of which {budget} is to be a part. "
+                "Give a size, or use lowtide.optimize."
+            )
+        if method in methods():
+            raise BadRequest(f"{method} plans layers; the backend plans op by op. Use auto, or leave it out.")
+        if method not in schedulers():
+            raise UnknownMethod(method, schedulers())
+        lowest = isinstance(budget, str) and budget.strip() == LOWEST
+        return Request(None if lowest else parse_bytes(budget), method, bool(given.get("profile", True)))

@@ -1,0 +1,83 @@
+"""Schedules: for one graph alone, and for all graphs of a step, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from lowtide.backend.request import Request
+from lowtide.compat.ddp import active_wrapper
+from lowtide.distributed.agreement import TIMEOUT_SECONDS, agreed, largest
+from lowtide.distributed.ddp import with_buckets
+from lowtide.errors import InfeasibleBudget
+from lowtide.execute.identity import skeleton
+from lowtide.ir.graph import Graph, Phase, Role, Value
+from lowtide.ir.recomputable import between_graphs
+from lowtide.ir.simulate import simulate
+from lowtide.planner.promise import safe_peak_bytes
+from lowtide.solvers import solve
+from lowtide.solvers.refereed import SINGLE_OPS
+from lowtide.solvers.solution import GraphSolution
+from lowtide.text.budget import LOWEST
+
+
+def planned_alone(graph: Graph, request: Request) -> GraphSolution:
+    """A schedule of one graph for a step in which others run that are not known yet.
+
+    Raises:
+        InfeasibleBudget: the graph alone needs more than the budget.
+    """
+    budget_bytes = request.budget_bytes
+    sparingly = replace(request, budget_bytes=None)
+    lowest = solved_by_all(graph, sparingly)
+    if budget_bytes is not None and lowest.peak_bytes > budget_bytes:
+        running = lowest.timeline.peak_op
+        needed_by = "what is always there" if running is None else running.label
+        raise InfeasibleBudget(lowest.method, budget_bytes, lowest.peak_bytes, needed_by, SINGLE_OPS)
+    # Other graphs will need about as much while this one waits, and what it keeps is there beside that.
+    sparing = solved_by_all(_with_others_between(graph, lowest.timeline.growth_bytes), sparingly)
+    alone = simulate(_with_others_between(graph, 0), sparing.schedule).peak_bytes
+    return lowest if budget_bytes is not None and alone > budget_bytes else sparing
+
+
+def solved_by_all(graph: Graph, request: Request) -> GraphSolution:
+    """A schedule for `graph`; inside a DistributedDataParallel the one that its first rank finds."""
+    if active_wrapper() is None:
+        return _solved(graph, request)
+    facts = {"a graph": skeleton(graph), "a budget of": str(request.budget_bytes)}
+    solution = agreed(lambda: _solved(graph, request), facts, TIMEOUT_SECONDS)
+    assert isinstance(solution, GraphSolution)
+    return solution
+
+
+def with_others(graph: Graph) -> Graph:
+    """With everything else that is allocated on CUDA when a step begins: states of the optimizer, say.
+
+    Elsewhere that is not known, but for the buckets of a DistributedDataParallel that is running. Its ranks
+    share a plan, so what counts is the one that holds most.
+    """
+    wrapper = active_wrapper()
+    if not graph.device.startswith("cuda"):
+        return graph if wrapper is None else with_buckets(graph, wrapper.module)
+    known = sum(graph.counted_bytes(value) for value in graph.resident)
+    others = max(0, torch.cuda.memory_allocated(graph.device) - known)
+    if wrapper is not None:
+        others = largest(others, TIMEOUT_SECONDS)
+    value = Value(len(graph.values), others, Role.OPTIMIZER_STATE, "other tensors", device=graph.device)
+    return replace(graph, values=(*graph.values, value))
+
+
+def _with_others_between(graph: Graph, others_bytes: int) -> Graph:
+    """`graph` with an op between its forward and its backward that takes `others_bytes` while it runs."""
+    forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
+    others = between_graphs("lowtide.other_graphs", Phase.FORWARD, workspace_bytes=others_bytes)
+    ops = (*forward, others, *graph.ops[len(forward) :])
+    return replace(graph, ops=tuple(replace(op, id=position) for position, op in enumerate(ops)))
+
+
+def _solved(graph: Graph, request: Request) -> GraphSolution:
+    if request.budget_bytes is None:
+        return solve(graph, request.method, LOWEST)
+    resident = sum(graph.counted_bytes(value) for value in graph.resident)
+    return solve(graph, request.method, safe_peak_bytes(request.budget_bytes, resident, graph.device))

@@ -34,6 +34,7 @@ from lowtide.ir.simulate import Timeline, simulate
 from lowtide.ir.validate import validate
 from lowtide.trace.profile import profile
 from lowtide.zoo import Sizes, workload
+from tests.helpers.effort import long_but
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 LOSS_BYTES = 4  # the gradient of the loss: resident for us, made by `backward()` in a real step
@@ -475,7 +476,9 @@ def test_steps_of_many_graphs_are_predicted_to_the_byte(name: str) -> None:
     assert executed(case).growth_bytes == predicted + LOSS_BYTES
 
 
-@pytest.mark.parametrize("name", ["resnet18", "unet", "attention", "autocast inside"])
+@pytest.mark.parametrize(
+    "name", long_but(["resnet18", "unet", "attention", "autocast inside"], "attention", "autocast inside")
+)
 def test_with_workspaces_from_a_profile_kernels_that_need_them_are_predicted_too(
     name: str, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_what_passes_between_graphs_is_counted_for_as_long_as_somebody_holds_it(
     assert growths[1:] == [plan.timeline.growth_bytes] * 2
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_first_of_many_graphs_leave_room_for_the_others() -> None:
     lowest, _, there = staged("min", holding=False)

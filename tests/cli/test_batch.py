@@ -73,6 +73,7 @@ def test_both_answers_are_told_and_how_they_were_found() -> None:
     assert told["planned"]["promised_bytes"] <= 16384
 
 
+@pytest.mark.long
 def test_what_was_found_is_trained_on_and_measured() -> None:
     result = batch("mine.py:real", "--memory", "32KiB", "--device", "cpu", "--measure", "--json")
     assert result.exit_code == 0, result.stderr

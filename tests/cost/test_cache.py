@@ -309,7 +309,7 @@ ROUNDS = 6
 def fill(folder: str, name: str, together: Barrier) -> None:
     """What one of several processes does: each round meets a file that is not there yet, or is garbage."""
     for turn in range(ROUNDS):
-        together.wait(60)
+        together.wait(600)
         cache = CostCache(Path(folder) / f"{turn}.sqlite", "here")
         for part in range(3):
             cache.put({f"{name} {part}": Cost(turn, float(part), (part,)), "shared": Cost(turn, 0.0, None)})

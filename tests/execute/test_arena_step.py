@@ -15,6 +15,7 @@ from lowtide.cost.measure import growth, record_cpu
 from lowtide.errors import BadRequest
 from lowtide.execute.arena_step import ArenaStep
 from lowtide.trace.step import training_step
+from tests.helpers.effort import long_but
 
 NETWORKS = {
     "mlp": {"width": 32},
@@ -48,7 +49,7 @@ def assert_trained_alike(plain: nn.Module, found: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, "min"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", long_but(NETWORKS, "mlp", "gpt", "resnet18"))
 def test_a_step_in_an_arena_is_plain_training_in_the_memory_promised(name: str, budget: str | None) -> None:
     work = workload(name)
     plain, example = copy.deepcopy(work.model), work.kwargs or work.args

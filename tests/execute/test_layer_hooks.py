@@ -34,6 +34,7 @@ from lowtide.solvers import methods, solve
 from lowtide.solvers.solution import Solution, Status
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.step import Example, Loss, arguments
+from tests.helpers.effort import long_but
 from tests.helpers.transformer_models import KINDS, small_transformer
 
 ALL_METHODS = [name for name in methods() if name != "exhaustive"]
@@ -144,7 +145,7 @@ def some_plans(n: int) -> list[Plan]:
     return [Plan.at(range(1, n)), Plan.at([n // 2]), Plan.at([n]), Plan((deep,))]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", long_but(SMALL, "resnet18", "preresnet20", "mlp", "gpt", "vit"))
 def test_every_method_on_the_zoo_gives_the_gradients_of_plain_training(name: str) -> None:
     work = from_zoo(name)
     chain = work.rehearsal().chain("layer")
@@ -164,13 +165,15 @@ def can(method: str, chain: Chain) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["vgg11_bn", "resnet18", "densenet121", "unet", "gpt", "vit"])
+@pytest.mark.parametrize(
+    "name", long_but(["vgg11_bn", "resnet18", "densenet121", "unet", "gpt", "vit"], "resnet18", "gpt")
+)
 def test_plans_of_any_shape_give_the_gradients_of_plain_training(name: str) -> None:
     check(from_zoo(name), some_plans)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("granularity", ["layer", "block"])
+@pytest.mark.parametrize("granularity", long_but(["layer", "block"], "layer"))
 def test_transformers_of_hugging_face_are_planned_by_layer_and_by_block(kind: str, granularity: str) -> None:
     model, batch = small_transformer(kind)
     work = Work(model, batch, lambda output: output.loss)
@@ -192,6 +195,7 @@ def test_a_cache_that_the_forward_fills_is_as_it_was_when_it_is_run_again() -> N
     check(Work(model, batch, lambda output: output.loss), lambda n: [Plan.at(range(1, n)), Plan.at([n // 2])])
 
 
+@pytest.mark.long
 def test_inception_with_its_branches_is_planned_too() -> None:
     work = from_zoo("inception_v3")
     chain = work.rehearsal().chain()
@@ -200,7 +204,7 @@ def test_inception_with_its_branches_is_planned_too() -> None:
     assert_same(outcome(work), plain)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "preresnet20", "gpt", "lstm"])
+@pytest.mark.parametrize("name", long_but(["resnet18", "preresnet20", "gpt", "lstm"], "preresnet20", "gpt"))
 def test_losses_are_equal_over_twenty_optimizer_steps(name: str) -> None:
     work = from_zoo(name)
     args, kwargs = arguments(work.example)
@@ -300,7 +304,9 @@ def planned_ops(trace: Trace, chain: Chain, plan: Plan) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["alexnet", "resnet18", "densenet121", "unet", "gpt", "vit"])
+@pytest.mark.parametrize(
+    "name", long_but(["alexnet", "resnet18", "densenet121", "unet", "gpt", "vit"], "resnet18", "gpt")
+)
 def test_the_ops_that_are_recomputed_are_those_of_the_plan(name: str) -> None:
     work = from_zoo(name)
     rehearsal = work.rehearsal()

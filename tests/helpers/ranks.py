@@ -32,7 +32,7 @@ from torch.profiler import profile
 
 import lowtide.backend
 from lowtide.distributed import Replicated, Sharded, optimize, plan
-from lowtide.distributed.agreement import largest
+from lowtide.distributed.agreement import TIMEOUT_SECONDS, largest
 from lowtide.errors import LowtideError
 from lowtide.integrations.accelerate import prepare
 from lowtide.integrations.transformers import LowtideCallback
@@ -359,7 +359,6 @@ def new_shapes(rank: int) -> dict[str, Any]:
         loss=lambda output: now.loss(output),
         budget="60%",
         method="rotor",
-        timeout_seconds=60,
     )
     wrapped = DistributedDataParallel(model)
     losses = []
@@ -380,7 +379,7 @@ def quarrels(rank: int) -> dict[str, Any]:
 
     def told_by(model: nn.Module, inputs: torch.Tensor, **request: Any) -> list[str]:
         try:
-            plan(model, inputs, engine=Replicated(), loss=torch.sum, timeout_seconds=30, **request)
+            plan(model, inputs, engine=Replicated(), loss=torch.sum, **request)
         except LowtideError as error:
             return [type(error).__name__, str(error)]
         return []
@@ -389,7 +388,7 @@ def quarrels(rank: int) -> dict[str, Any]:
         "another model": told_by(other, batch.inputs, budget="60%"),
         "an unequal batch": told_by(model, odd, budget="60%"),
         "another budget": told_by(model, batch.inputs, budget=f"{60 + rank}%"),
-        "the largest number": [str(largest(10 * rank, 30))],
+        "the largest number": [str(largest(10 * rank, TIMEOUT_SECONDS))],
         "an impossible budget": told_by(model, batch.inputs, budget="1KiB", method="rotor"),
     }
 
@@ -405,7 +404,7 @@ def alone(rank: int) -> dict[str, Any]:
         budget="60%",
         method="rotor",
         profile=False,
-        timeout_seconds=10,
+        timeout_seconds=30,  # within which the plan is made as well
     )
     wrapped = DistributedDataParallel(model)
     told = []

@@ -159,7 +159,13 @@ def test_a_command_that_exits_or_prints_otherwise_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "pages"), [entry[1:] for entry in RUNNABLE], ids=[f"{name}-{kind}" for name, kind, _ in RUNNABLE]
+    ("kind", "pages"),
+    [
+        pytest.param(
+            kind, pages, id=f"{name}-{kind}", marks=pytest.mark.long if "integrations" in name else []
+        )
+        for name, kind, pages in RUNNABLE
+    ],
 )
 def test_every_block_of_a_page_does_what_the_page_says(
     kind: str, pages: tuple[Path, ...], tmp_path: Path
@@ -170,7 +176,7 @@ def test_every_block_of_a_page_does_what_the_page_says(
         env={**os.environ, "PYTHONPATH": str(SOURCE.parent)},
         capture_output=True,
         text=True,
-        timeout=600,  # a hang is a failure
+        timeout=3600,  # a hang is a failure
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -383,6 +389,7 @@ def words_in(picture: bytes) -> tuple[str, ...]:
 
 
 @pytest.mark.usefixtures("scripts")
+@pytest.mark.long
 def test_the_pictures_say_what_would_be_drawn_now() -> None:
     drawn = script("draw").pictures()
     assert {path.name for path in (DOCS / "pictures").iterdir()} == set(drawn)

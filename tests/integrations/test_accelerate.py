@@ -93,7 +93,13 @@ def solution_of(accelerator: Any, model: Any) -> GraphSolution:
     return solution
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"},
+    ],
+)
 def test_a_loop_trains_as_it_did_and_within_the_budget(options: dict[str, Any], tmp_path: Path) -> None:
     plain = an_accelerator(**options)
     unplanned = prepared(plain, None)
@@ -117,6 +123,7 @@ def test_a_loop_trains_as_it_did_and_within_the_budget(options: dict[str, Any], 
     assert any(value.name.endswith("so far") for value in values) == bool(options)
 
 
+@pytest.mark.long
 def test_a_state_that_is_saved_and_loaded_goes_on_as_before(tmp_path: Path) -> None:
     accelerator = an_accelerator()
     model, optimizer, data = prepared(accelerator, "65%", count=2)

@@ -209,6 +209,7 @@ def test_the_plan_is_taken_off_at_the_end(planned: Training) -> None:
     assert not {"training_step", "log", "log_dict", "print", "forward"} & set(vars(planned.model))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 def test_a_training_that_is_resumed_goes_on_as_it_does_without_a_budget(
     planned: Training, folder: Path
@@ -234,6 +235,7 @@ class Described(Classifier):
         return {"loss": F.cross_entropy(self(named["images"]), named["labels"]), "seen": len(images)}
 
 
+@pytest.mark.long
 def test_mixed_precision_and_accumulation_are_the_trainers() -> None:
     """Autocast casts a weight once, a plan where it is used: the bits are not the same, the numbers are."""
     options: dict[str, Any] = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "samples": 16}
@@ -247,6 +249,7 @@ def test_mixed_precision_and_accumulation_are_the_trainers() -> None:
     assert max(planned.model.growth) < 0.75 * max(plain.model.growth)
 
 
+@pytest.mark.long
 def test_a_submodule_can_be_planned_by_itself() -> None:
     torch.manual_seed(0)
     plain = train(model=Classifier(), samples=16, max_epochs=1)

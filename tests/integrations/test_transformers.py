@@ -177,6 +177,7 @@ def test_the_plan_is_taken_off_at_the_end(planned: Training) -> None:
     assert "forward" not in vars(planned.model)
 
 
+@pytest.mark.long
 def test_a_training_that_is_resumed_goes_on_as_if_it_had_not_been_interrupted(
     planned: Training, folder: Path
 ) -> None:
@@ -188,6 +189,7 @@ def test_a_training_that_is_resumed_goes_on_as_if_it_had_not_been_interrupted(
 # Mixed precision, accumulation ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_mixed_precision_and_accumulation_are_known_from_the_trainers_arguments(tmp_path: Path) -> None:
     """Autocast casts a weight once, a plan where it is used: the bits are not the same, the numbers are."""
     options = {"bf16": True, "gradient_accumulation_steps": 2, "dataloader_drop_last": True}

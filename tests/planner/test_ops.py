@@ -23,6 +23,7 @@ from lowtide.planner.ops import StepBudget
 from lowtide.solvers.solution import GraphSolution
 from lowtide.trace.step import Arguments, training_step
 from lowtide.zoo.gpt import GPT
+from tests.helpers.effort import long_but
 from tests.helpers.transformer_models import KINDS, small_transformer
 
 Step = Callable[[], Any]
@@ -150,7 +151,9 @@ def solved_or_least(step: StepBudget, budget: str) -> GraphSolution:
         return step.solve("auto", error.least_bytes)
 
 
-@pytest.mark.parametrize("name", [*ZOO, *(f"hf:{kind}" for kind in KINDS)])
+@pytest.mark.parametrize(
+    "name", long_but([*ZOO, *(f"hf:{kind}" for kind in KINDS)], "gpt", "mlp", "hf:llama")
+)
 def test_every_budget_is_kept_and_gradients_are_equal(name: str) -> None:
     loss: Any = None
     args: tuple[Any, ...] = ()

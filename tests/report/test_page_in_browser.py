@@ -30,7 +30,7 @@ FLAGS = (
     "--disable-component-update --disable-sync --window-size=1400,1000"
 )
 FIGURES = ("timeline", "strip", "frontier", "arena")
-PATIENCE = 60  # seconds; only a page that never gets there waits them out
+PATIENCE = 600  # seconds; only a page that never gets there waits them out
 
 
 def needed(program: str) -> str:

@@ -16,6 +16,7 @@ from lowtide.zoo.gpt import GPT
 from lowtide.zoo.inception import InceptionOutput
 from lowtide.zoo.lstm import LSTM
 from lowtide.zoo.preresnet import BasicBlock, Bottleneck, layout
+from tests.helpers.effort import long_but
 
 PUBLISHED = {
     "alexnet": 61_100_840,
@@ -270,7 +271,11 @@ def test_inception_keys_come_in_the_published_order() -> None:
 # ------------------------------------------------------------------------------------------------ training
 
 
-@pytest.mark.parametrize("name", [*names(), "preresnet8", "preresnet164"])
+QUICK = [name for name in names() if not name.startswith(("vgg", "densenet"))]
+TRAINED = [*names(), "preresnet8", "preresnet164"]
+
+
+@pytest.mark.parametrize("name", long_but(TRAINED, *QUICK, "vgg11", "densenet121", "preresnet8"))
 def test_a_training_step_gives_a_finite_loss_and_a_finite_gradient_for_every_parameter(name: str) -> None:
     torch.manual_seed(0)
     work = workload(name, TINY.get(name, Sizes(batch=2, image=32, classes=5)))

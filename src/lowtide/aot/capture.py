@@ -18,10 +18,11 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections, dynamo
+from lowtide.compat.dispatch import without_modes
+from lowtide.compat.dynamo import uncompiled
+from lowtide.compat.trees import tree_leaves
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotCapture, LowtideError
 from lowtide.ir.graph import Graph, Op, Origin, Phase, Role
@@ -107,8 +108,8 @@ def _capture(
     run: _Run,
     assumptions: Collection[str] = (),
 ) -> Graph:
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+    model = uncompiled(model)
+    with without_modes(), torch.inference_mode(False), torch.enable_grad():
         builder, twins = stage([model], device, name or type(model).__name__, Origin.JOINT)
         recorder = _GraphRecorder(builder, twins, model, assumptions)
         with (
@@ -245,7 +246,7 @@ class _GraphRecorder(Recorder):
         """The gradients of `roots`, which are there before the step begins."""
         found = []
         for position, root in enumerate(roots):
-            with _disable_current_modes(), self.twins.mode:
+            with without_modes(), self.twins.mode:
                 found.append(torch.empty_like(root, requires_grad=False))
             name = "gradient of the loss" if root.numel() == 1 else f"gradient of output {position}"
             self.add_resident(Resident(found[-1], Role.BATCH, name, ""))

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
 
 from lowtide.aot.eager_kernels import is_drawn_with, without_updates
 from lowtide.aot.halves import Halves
+from lowtide.compat.dynamo import take_a_list
 from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.errors import CannotApply
 from lowtide.ir.graph import Graph, Op, Phase
@@ -207,7 +207,7 @@ class _Half:
                 self.graph.erase_node(node)
         for node in self.graph.find_nodes(op="placeholder"):
             assert node.name == node.target, "an argument goes by the name of another node"
-        self.graph.set_codegen(_BoxedCodeGen())
+        take_a_list(self.graph)
         wanted = {node.target for node in self.graph.find_nodes(op="get_attr")}
         attributes = {
             name: getattr(module, name)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.compat.kernels import functional_batch_norm, is_cudnn_batch_norm
+
 aten = torch.ops.aten
 
 _STATISTICS = (3, 4)  # their positions among the arguments, and of the new ones among the results
@@ -23,7 +25,7 @@ _TRAINING = 5  # position of the flag among the arguments
 def use_eager_kernels(joint: fx.GraphModule) -> None:
     """Rewrite the BatchNorms of a joint graph that train, in place."""
     graph = joint.graph
-    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
+    for node in graph.find_nodes(op="call_function", target=functional_batch_norm.default):
         if node.args[_TRAINING] is True and _updates_are_written_back(node):
             _rewrite(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
@@ -169,9 +171,7 @@ def _is_cudnns(node: fx.Node) -> bool:
     x, weight, bias, mean, variance = (_fake(arg) for arg in node.args[:5])
     if x.device.type != "cuda" or weight is None:
         return False
-    epsilon = node.args[7]
-    backend = torch._C._select_batch_norm_backend(x, weight, bias, mean, variance, True, epsilon)
-    return str(backend).endswith("Cudnn")
+    return is_cudnn_batch_norm(x, weight, bias, mean, variance, epsilon=node.args[7])
 
 
 def _fake(arg: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from lowtide.compat.dispatch import schema_of
 from lowtide.compat.tensors import storage_key, tensors_in
 
 
@@ -69,7 +70,7 @@ def _ops(graph: fx.Graph, seen: set[int]) -> list[fx.Node]:
     for node in graph.nodes:
         made = [storage_key(tensor) for tensor in tensors_in(node.meta.get("val"))]
         if node.op == "call_function" and node.target is not operator.getitem:
-            schema = getattr(node.target, "_schema", None)
+            schema = schema_of(node.target)
             changes = schema is not None and schema.is_mutable
             if changes or not made or not seen.issuperset(made):
                 found.append(node)

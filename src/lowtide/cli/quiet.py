@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
+from lowtide.compat.loggers import FAKE_KERNELS
+
 
 def hush_libraries() -> None:
     """Turn off what libraries print about themselves. To be called before they are imported.
@@ -21,7 +23,7 @@ def hush_libraries() -> None:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Send what the user's code prints to stderr, and leave errors of fake kernels to be told by us."""
-    kernels = logging.getLogger("torch._subclasses.fake_tensor")  # logs a traceback before it raises
+    kernels = logging.getLogger(FAKE_KERNELS)
     before = kernels.disabled
     kernels.disabled = True
     try:

@@ -34,10 +34,9 @@ def without_modes() -> AbstractContextManager[Any]:
     return found
 
 
-def function_mode() -> object:
+def function_mode() -> Any:
     """The innermost torch function mode that is on; None if none is."""
-    found: object = _get_current_function_mode()
-    return found
+    return _get_current_function_mode()
 
 
 def is_wrapper(kind: type) -> bool:

@@ -14,6 +14,7 @@ from torch._dynamo.utils import graph_break_reasons as _graph_break_reasons
 from torch._functorch.partitioners import default_partition as _default_partition
 from torch.fx.graph import _BoxedCodeGen
 
+from lowtide.compat.loggers import FAKE_KERNELS
 from lowtide.compat.private import Private
 
 PRIVATE = (
@@ -32,7 +33,6 @@ PRIVATE = (
     Private("torch._dynamo.exc", "a logger goes by this name that repeats what errors say"),
     Private("torch._dynamo.metrics_context", "a logger goes by this name that fails before torch 2.12"),
     Private("torch._dynamo.variables.tensor", "a logger goes by this name that repeats what errors say"),
-    Private("torch._subclasses.fake_tensor", "a logger goes by this name that repeats what errors say"),
     Private("torch.fx.graph._BoxedCodeGen", "generated functions that take a list of arguments and empty it"),
     Private(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod", "the module that torch.compile has wrapped"
@@ -49,7 +49,7 @@ CHATTY_LOGGERS = (
     "torch._dynamo.exc",
     "torch._dynamo.metrics_context",
     "torch._dynamo.variables.tensor",
-    "torch._subclasses.fake_tensor",
+    FAKE_KERNELS,
 )
 
 Run = Callable[[list[Any]], Any]  # takes its arguments in a list, and empties it

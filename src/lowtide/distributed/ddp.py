@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lowtide.compat.trees import tree_flatten, tree_unflatten
 from lowtide.ir.graph import Graph, Phase, Role, Value
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
 from lowtide.trace.dry_run import Trace

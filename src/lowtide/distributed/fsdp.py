@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from lowtide.compat.tensors import storage_key, tensors_in
+from lowtide.compat.collectives import finished_work, local_part
+from lowtide.compat.dispatch import schema_of
+from lowtide.compat.tensors import key_of_storage, storage_key, tensors_in
 from lowtide.ir.graph import Role
 from lowtide.trace.dry_run import StepRecorder, Trace
 from lowtide.trace.recorder import Spot
@@ -108,8 +109,8 @@ class _ShardedRecorder(StepRecorder):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if getattr(func, "namespace", "") != _COLLECTIVES:
             return super()._run(func, args, kwargs)
-        work = torch._C._distributed_c10d.FakeWork().boxed()  # over as soon as it is waited for
-        return (args[0], work) if len(func._schema.returns) > 1 else work
+        work = finished_work()
+        return (args[0], work) if len(schema_of(func).returns) > 1 else work
 
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, spot: Spot
@@ -128,9 +129,9 @@ class _ShardedRecorder(StepRecorder):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             if not size and storage.nbytes():
-                value = self.builder.forget(int(storage._cdata))
+                value = self.builder.forget(key_of_storage(storage))
                 if value is not None:
-                    self._emptied.add(int(storage._cdata))
+                    self._emptied.add(key_of_storage(storage))
                     self.died(value)
             return resize(storage, size)
 
@@ -145,8 +146,8 @@ class _ShardedRecorder(StepRecorder):
     def _mark_gradients(self) -> None:
         for name, parameter in self._sharded.named_parameters() if self._sharded is not None else ():
             module = name.rpartition(".")[0]
-            self._mark(_local(parameter), Role.PARAMETER, name, module)
-            self._mark(_local(parameter.grad), Role.GRADIENT, f"{name}.grad", module)
+            self._mark(local_part(parameter), Role.PARAMETER, name, module)
+            self._mark(local_part(parameter.grad), Role.GRADIENT, f"{name}.grad", module)
 
     def _mark_optimizer_state(self, optimizer: torch.optim.Optimizer | None) -> None:
         assert self._sharded is not None
@@ -156,9 +157,4 @@ class _ShardedRecorder(StepRecorder):
             name = names[parameter]
             for key, thing in state.items():
                 module = name.rpartition(".")[0]
-                self._mark(_local(thing), Role.OPTIMIZER_STATE, f"{name}.{key}", module)
-
-
-def _local(thing: object) -> object:
-    """What this rank holds of a tensor."""
-    return thing._local_tensor if isinstance(thing, DTensor) else thing
+                self._mark(local_part(thing), Role.OPTIMIZER_STATE, f"{name}.{key}", module)

@@ -15,13 +15,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lowtide.compat.modules import NormWithStatistics, buffers_of
+from lowtide.compat.tensors import version_of
 from lowtide.errors import CannotApply
 
 Buffer: TypeAlias = tuple[str, str]  # the module that has it, seen from the unit, and its name
 Before: TypeAlias = Mapping[Buffer, torch.Tensor]
 
 _SCRATCH = "_lowtide_scratch"
-_Norm = nn.modules.batchnorm._NormBase
 
 
 class UnitBuffers:
@@ -33,9 +34,9 @@ class UnitBuffers:
         self.changed: list[Buffer] = []
         self.watched: list[Buffer] = []
         for owner, module in unit.named_modules():
-            for name in module._buffers:
+            for name in buffers_of(module):
                 full = ".".join(filter(None, [path, owner, name]))
-                kind = self.statistics if isinstance(module, _Norm) else self.watched
+                kind = self.statistics if isinstance(module, NormWithStatistics) else self.watched
                 (self.changed if full in known and kind is self.watched else kind).append((owner, name))
 
     def before(self, unit: nn.Module) -> dict[Buffer, torch.Tensor]:
@@ -70,28 +71,28 @@ def forget_scratch(model: nn.Module) -> None:
 
 
 def _buffer(unit: nn.Module, key: Buffer) -> torch.Tensor | None:
-    return unit.get_submodule(key[0])._buffers[key[1]]
+    return buffers_of(unit.get_submodule(key[0]))[key[1]]
 
 
 def _version(unit: nn.Module, key: Buffer) -> int:
     found = _buffer(unit, key)
-    return 0 if found is None else found._version
+    return 0 if found is None else version_of(found)
 
 
 def _with_others(unit: nn.Module, keys: Sequence[Buffer], before: Before, *args: Any, **kwargs: Any) -> Any:
     """Call `unit` with other tensors in place of the buffers that it would change."""
     owners = [unit.get_submodule(owner) for owner, _ in keys]
-    real = [owner._buffers[name] for owner, (_, name) in zip(owners, keys, strict=True)]
+    real = [buffers_of(owner)[name] for owner, (_, name) in zip(owners, keys, strict=True)]
     try:
         for owner, buffer, key in zip(owners, real, keys, strict=True):
             if key in before:
-                owner._buffers[key[1]] = before[key].clone()
+                buffers_of(owner)[key[1]] = before[key].clone()
             elif buffer is not None and owner.training:  # in evaluation statistics are read, not written
-                owner._buffers[key[1]] = _scratch(owner, key[1], buffer)
+                buffers_of(owner)[key[1]] = _scratch(owner, key[1], buffer)
         return unit(*args, **kwargs)
     finally:
         for owner, buffer, (_, name) in zip(owners, real, keys, strict=True):
-            owner._buffers[name] = buffer
+            buffers_of(owner)[name] = buffer
 
 
 def _scratch(owner: nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:

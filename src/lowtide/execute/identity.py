@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
+from lowtide.compat.trees import tree_flatten
 from lowtide.ir.graph import Graph
 
 

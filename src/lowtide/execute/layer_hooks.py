@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 from torch.utils.hooks import RemovableHandle
 
 from lowtide.chain.placement import Edge, Placement, Unit, place
+from lowtide.compat.autograd import checkpoint
 from lowtide.compat.ddp import let_go_of_old_buckets
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute.buffers import UnitBuffers, forget_scratch
@@ -279,15 +279,7 @@ class _Runner:
 
     def opened(self, tape: Tape, tensors: Sequence[torch.Tensor]) -> Generator[None, None, None]:
         """PyTorch's checkpoint around what happens from now on, to be recomputed from `tape`."""
-        generator: Generator[None, None, None] = _checkpoint_without_reentrant_generator(
-            partial(self._recompute, tape),
-            True,  # random streams are those of the first run
-            noop_context_fn,
-            "default",
-            False,
-            True,  # stop once everything that was saved is there again
-            *tensors,
-        )
+        generator = checkpoint(partial(self._recompute, tape), tensors)
         next(generator)
         return generator
 

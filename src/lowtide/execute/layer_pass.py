@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode
-from torch.utils._pytree import tree_flatten
 
 from lowtide.chain.placement import Edge, Placement, Unit
+from lowtide.compat.autograd import saving_hooks
+from lowtide.compat.dispatch import function_mode
+from lowtide.compat.trees import tree_flatten
 from lowtide.errors import CannotApply
 from lowtide.execute.buffers import Before, UnitBuffers
 from lowtide.execute.tape import Listening, Made, Slots, Tape
@@ -46,7 +47,7 @@ class Pass:
         self.slots = Slots()
         self.open: list[_Open] = []
         self.listening = Listening(self.slots)
-        self.hooks = _saving_hooks()
+        self.hooks = saving_hooks()
         self.is_listening = False
         self.unit: Unit | None = None  # the unit whose call is running
         self.pending: _Pending | None = None
@@ -103,7 +104,7 @@ class Pass:
 
     def _check_undisturbed(self) -> None:
         expected = self.open[-1].hooks if self.open else self.hooks
-        if _saving_hooks() != expected:
+        if saving_hooks() != expected:
             raise CannotApply(
                 "a segment would begin or end inside a part of the model that already decides what is saved: "
                 "it is checkpointed by itself, or runs under saved_tensors_hooks. Switch that off "
@@ -118,7 +119,7 @@ class Pass:
         if self.open:
             self.open[-1].tape.entries.append(tape)
         generator = self.opened(tape, tensors)
-        self.open.append(_Open(tape, generator, _saving_hooks()))
+        self.open.append(_Open(tape, generator, saving_hooks()))
 
     def _listen(self, wanted: bool) -> None:
         if wanted and not self.is_listening:
@@ -126,7 +127,7 @@ class Pass:
             self.listening.__enter__()  # type: ignore[no-untyped-call]
             self.is_listening = True
         elif not wanted and self.is_listening:
-            if _get_current_function_mode() is not self.listening:
+            if function_mode() is not self.listening:
                 raise CannotApply(
                     "a torch function mode was switched on in the middle of the model's forward and is still "
                     "on where a module is called; segments cannot be closed around it. Switch it on outside."
@@ -143,17 +144,11 @@ class Pass:
 
     def abandon(self) -> None:
         """The forward has failed: undo what was opened, innermost first."""
-        if self.is_listening and _get_current_function_mode() is self.listening:
+        if self.is_listening and function_mode() is self.listening:
             self.listening.__exit__(None, None, None)
         self.is_listening = False
         while self.open:
             self.open.pop().generator.close()
-
-
-def _saving_hooks() -> object:
-    """The hooks that a tensor saved now would go through."""
-    found: object = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
 
 
 def close(generator: Generator[None, None, None]) -> None:

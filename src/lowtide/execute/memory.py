@@ -19,6 +19,7 @@ import torch
 
 from lowtide.arena.buffers import Birth
 from lowtide.arena.layout import Layout
+from lowtide.compat.tensors import key_of_storage
 from lowtide.ir.graph import Tensor
 from lowtide.ir.validate import item_bytes
 
@@ -149,7 +150,7 @@ class Pool(Source):
             block = self._allocate(size)
             self.kept_bytes += size
         place = Place(block)
-        self._used[block._cdata] = place, size
+        self._used[key_of_storage(block)] = place, size
         self._wasted_bytes += block.nbytes() - size
         self.tally.wasted_bytes = max(self.tally.wasted_bytes, self._wasted_bytes)
         return place
@@ -161,9 +162,9 @@ class Pool(Source):
             self._give(place)
 
     def _give(self, place: Place) -> None:
-        if place.storage._cdata not in self._used:  # a kernel's own, which has no block
+        if key_of_storage(place.storage) not in self._used:  # a kernel's own, which has no block
             return
-        _, size = self._used.pop(place.storage._cdata)
+        _, size = self._used.pop(key_of_storage(place.storage))
         self._wasted_bytes -= place.storage.nbytes() - size
         bisect.insort(self._free, place.storage, key=torch.UntypedStorage.nbytes)
 

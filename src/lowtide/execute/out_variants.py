@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from lowtide.compat.dispatch import has_kernel, schema_of
+from lowtide.compat.kernels import cudnn_allows_tf32, is_cudnn_convolution
 from lowtide.compat.tensors import leaves
 from lowtide.cost.op_bench import resolve
 from lowtide.ir.graph import Graph
@@ -117,22 +119,16 @@ def _with_out(target: str, device: str) -> tuple[Any, tuple[str, ...], frozenset
         return None
     func = resolve(target)
     # By type too: a power with a number for exponent is another kernel than one with a tensor.
-    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    wanted = [(argument.name, str(argument.type)) for argument in schema_of(func).arguments]
     for overload in map(partial(getattr, func.overloadpacket), func.overloadpacket.overloads()):
-        outs = tuple(a.name for a in overload._schema.arguments if a.is_out)
-        given = [(a.name, str(a.type)) for a in overload._schema.arguments if not a.is_out]
+        outs = tuple(a.name for a in schema_of(overload).arguments if a.is_out)
+        given = [(a.name, str(a.type)) for a in schema_of(overload).arguments if not a.is_out]
         dropped = frozenset(name for name, _ in wanted) - frozenset(name for name, _ in given)
         same = [entry for entry in wanted if entry[0] not in dropped] == given
         same = same and dropped <= _FACTORY_KEYWORDS
-        if len(outs) == len(func._schema.returns) > 0 and same and _has_kernel(overload, device):
+        if len(outs) == len(schema_of(func).returns) > 0 and same and has_kernel(overload, device):
             return overload, outs, dropped
     return None
-
-
-def _has_kernel(overload: Any, device: str) -> bool:
-    schema = overload._schema
-    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, device.upper()))
 
 
 # What it comes to -------------------------------------------------------------------------------------
@@ -217,9 +213,8 @@ def _convolution(device: str, args: Args) -> Write | None:
     x, weight, *_, transposed, _, _ = args
     if device != "cuda" or transposed or x.dim() != 4:
         return None
-    backend = torch._C._select_conv_backend(*args)
     dense = x.is_contiguous() and weight.is_contiguous()  # else PyTorch makes copies first
-    if not str(backend).endswith("Cudnn") or not dense:
+    if not is_cudnn_convolution(args) or not dense:
         return None
 
     def write(args: Args, kwargs: Kwargs, outs: Outs) -> None:
@@ -228,7 +223,7 @@ def _convolution(device: str, args: Args) -> Write | None:
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
         aten.cudnn_convolution.out(
             x, weight, padding, stride, dilation, groups,
-            settings.benchmark, deterministic, torch._C._get_cudnn_allow_tf32(),
+            settings.benchmark, deterministic, cudnn_allows_tf32(),
             out=outs[0],
         )  # fmt: skip
         if bias is not None:

@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide.compat.trees import tree_flatten, tree_map
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 
+from lowtide.compat.fake import is_fake_now
+from lowtide.compat.lightning import is_compiled
 from lowtide.errors import BadRequest, MissingExtra
 from lowtide.execute.apply import plans_of, remove
 from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
@@ -168,7 +169,7 @@ def _unless_planning(method: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> None:
-        if detect_fake_mode() is None:
+        if not is_fake_now():
             method(*args, **kwargs)
 
     uncompiled: Callable[..., None] = torch.compiler.disable(call)
@@ -196,5 +197,5 @@ def _refuse_what_does_not_go_together(trainer: Any, pl_module: Any) -> None:
             f"a plan is for whole parameters on one device, and the strategy is "
             f"{type(trainer.strategy).__name__}. Train with DDP or on one device."
         )
-    if pl_module._compiler_ctx is not None:
+    if is_compiled(pl_module):
         raise BadRequest(f"{name} is compiled, and so is a plan. Give the Trainer the module as it is.")

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lowtide.chain.chain import Chain
 from lowtide.chain.cuts import Granularity
 from lowtide.chain.plan import Plan
+from lowtide.compat.trees import tree_leaves
 from lowtide.cost.measure import measure as read_peak
 from lowtide.cost.measure import present_device, seconds_of
 from lowtide.cost.profile import Progress

@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from torch import nn
 from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections, dynamo
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import uncompiled
+from lowtide.compat.patches import patched
 from lowtide.compat.trees import tree_leaves
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotCapture, LowtideError
@@ -159,7 +159,8 @@ def _step_around_forward(
     own = model.__dict__.get("forward")
     if own is not None:
         forward = torch.compile(own, backend=backend, dynamic=False)
-    with patch.dict(model.__dict__, forward=forward if own is not None else partial(forward, model)):
+    compiled = forward if own is not None else partial(forward, model)
+    with patched(model, "forward", compiled, why="it is captured, and its hooks are not", since="torch 2.11"):
         output = model(*args, **kwargs)
     return (output, None) if loss is None else (loss(output), output)
 

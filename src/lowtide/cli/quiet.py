@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
 from lowtide.compat.loggers import FAKE_KERNELS
+from lowtide.compat.patches import patched
 
 
 def hush_libraries() -> None:
@@ -24,10 +25,6 @@ def hush_libraries() -> None:
 def undisturbed() -> Iterator[None]:
     """Send what the user's code prints to stderr, and leave errors of fake kernels to be told by us."""
     kernels = logging.getLogger(FAKE_KERNELS)
-    before = kernels.disabled
-    kernels.disabled = True
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        kernels.disabled = before
+    silent = patched(kernels, "disabled", True, why="it repeats what the error says", since="torch 2.11")
+    with silent, redirect_stdout(sys.stderr):
+        yield

@@ -32,7 +32,7 @@ PRIVATE = (
     ),
 )
 
-_SAVED = "_raw_saved_"
+_SAVED = "_raw_saved_"  # _raw_saved_result, _raw_saved_self, …
 
 
 def in_backward() -> bool:

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import get_overridable_functions
 
 from lowtide.compat.kernels import cudnn_attention, efficient_attention
+from lowtide.compat.patches import patched
 from lowtide.cost.cache import BY_RULE
 from lowtide.cost.cublas import threads_using_matrix_products, with_library
 from lowtide.ir.graph import Graph, Op, Tensor, argument_tensors
@@ -57,11 +57,12 @@ def cuda_rules() -> Iterator[None]:
             device_type, dtype = "cpu", dtype or torch.float16
         enter(self, device_type, dtype, *rest, **more)
 
+    as_on_cuda = partial(patched, why="CUDA's choice of kernels, on fake CPU tensors", since="torch 2.11")
     with (
-        patch.object(F, "dropout", dropout),
-        patch.object(F, "scaled_dot_product_attention", attention),
-        patch.object(F, "cross_entropy", cross_entropy),
-        patch.object(torch.autocast, "__init__", autocast),
+        as_on_cuda(F, "dropout", dropout),
+        as_on_cuda(F, "scaled_dot_product_attention", attention),
+        as_on_cuda(F, "cross_entropy", cross_entropy),
+        as_on_cuda(torch.autocast, "__init__", autocast),
     ):
         yield
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
+from lowtide.compat.collectives import default_store
 from lowtide.errors import BadRequest, LowtideError, RanksDisagree
 from lowtide.solvers.files import load_solution, save_solution
 from lowtide.solvers.solution import GraphSolution, Solution
@@ -67,7 +68,7 @@ class _Round:
         self.rank = dist.get_rank()
         self.ranks = range(dist.get_world_size())
         self._timeout = timedelta(seconds=timeout_seconds)
-        store = PrefixStore("lowtide", _get_default_store())
+        store = PrefixStore("lowtide", default_store())
         with self._reached():
             number = store.add(f"rounds of {self.rank}", 1)
         self._store = PrefixStore(f"round {number}", store)

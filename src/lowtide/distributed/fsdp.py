@@ -18,6 +18,7 @@ from torch import nn
 
 from lowtide.compat.collectives import finished_work, local_part
 from lowtide.compat.dispatch import schema_of
+from lowtide.compat.patches import patched
 from lowtide.compat.tensors import key_of_storage, storage_key, tensors_in
 from lowtide.ir.graph import Role
 from lowtide.trace.dry_run import StepRecorder, Trace
@@ -135,11 +136,9 @@ class _ShardedRecorder(StepRecorder):
                     self.died(value)
             return resize(storage, size)
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        try:
+        why = "FSDP empties storages that tensors still look at"
+        with patched(torch.UntypedStorage, "resize_", resize_, why=why, since="torch 2.11"):
             yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     # Roles --------------------------------------------------------------------------------------------
 

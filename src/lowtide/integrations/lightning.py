@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from lowtide.compat.fake import is_fake_now
 from lowtide.compat.lightning import is_compiled
+from lowtide.compat.patches import patched
 from lowtide.errors import BadRequest, MissingExtra
 from lowtide.execute.apply import plans_of, remove
 from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
@@ -85,7 +87,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
         self.progress = progress
         self.plans: tuple[Solution | GraphSolution, ...] = ()
         self._planned: nn.Module | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Put a plan on the module that will be made when the first batch comes."""
@@ -103,7 +105,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
             progress=bar_while_planning(self.progress and trainer.is_global_zero),
         )
         self._planned = planned
-        self._undo = [functools.partial(remove, planned)]
+        self._undo.callback(remove, planned)
         if isinstance(planned, _TrainingStep):
             for name in _LOGGING:
                 self._stand_in(pl_module, name, _unless_planning(getattr(pl_module, name)))
@@ -124,15 +126,11 @@ class LowtideCallback(Callback):  # type: ignore[misc]
 
     def _stand_in(self, pl_module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         """Replace a method on this one instance."""
-        if name in vars(pl_module):
-            self._undo.append(functools.partial(vars(pl_module).__setitem__, name, vars(pl_module)[name]))
-        else:
-            self._undo.append(functools.partial(vars(pl_module).pop, name))
-        vars(pl_module)[name] = function
+        why = "Lightning computes the loss in training_step, outside of any forward"
+        self._undo.enter_context(patched(pl_module, name, function, why=why, since="lightning 2.4"))
 
     def _take_off(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         self._planned = None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.compat.patches import patched
 from lowtide.compat.tensors import has_hooks
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotTrace
@@ -276,11 +277,8 @@ def _random_states_counted() -> Iterator[None]:
         state.counted = torch.empty(state.shape, dtype=torch.uint8)  # type: ignore[attr-defined]
         return state
 
-    torch.get_rng_state = get_rng_state
-    try:
+    with patched(torch, "get_rng_state", get_rng_state, why="states are counted", since="torch 2.11"):
         yield
-    finally:
-        torch.get_rng_state = real
 
 
 def _unfollowed(models: Sequence[nn.Module]) -> Iterator[str]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
+from lowtide.compat.patches import patched
 from lowtide.ir.graph import Role
 from lowtide.trace.graph_builder import GraphBuilder
 
@@ -49,7 +50,8 @@ class Positions:
             self._answers.append(packed is None and value is not None and not self._is_of_the_batch(value))
             return packed
 
-        with patch.object(masks, "find_packed_sequence_indices", watch):
+        why = "the dry run watches whether sequences are packed"
+        with patched(masks, "find_packed_sequence_indices", watch, why=why, since="transformers 5"):
             yield
 
     def _is_of_the_batch(self, value: int) -> bool:
@@ -69,17 +71,18 @@ class Positions:
 @contextmanager
 def unnoticed_by_transformers(assumptions: Collection[str] = ()) -> Iterator[None]:
     """Keep transformers from taking other paths because tensors are fake, or because Dynamo looks on."""
+    eager = partial(patched, why="the path that is taken in eager PyTorch", since="transformers 5")
     with ExitStack() as patches:
         utilities = sys.modules.get("transformers.utils.import_utils")
         if hasattr(utilities, "is_fake_tensor"):
-            patches.enter_context(patch.object(utilities, "is_fake_tensor", _is_never_fake))
+            patches.enter_context(eager(utilities, "is_fake_tensor", _is_never_fake))
         masks = sys.modules.get("transformers.masking_utils")
         if hasattr(masks, "is_tracing"):
-            patches.enter_context(patch.object(masks, "is_tracing", _depends_on_numbers))
+            patches.enter_context(eager(masks, "is_tracing", _depends_on_numbers))
         if hasattr(masks, "is_torchdynamo_exporting"):  # asked by later versions, and Dynamo says yes
-            patches.enter_context(patch.object(masks, "is_torchdynamo_exporting", _is_never_exported))
+            patches.enter_context(eager(masks, "is_torchdynamo_exporting", _is_never_exported))
         if UNPACKED in assumptions and hasattr(masks, "find_packed_sequence_indices"):
-            patches.enter_context(patch.object(masks, "find_packed_sequence_indices", _nothing_is_packed))
+            patches.enter_context(eager(masks, "find_packed_sequence_indices", _nothing_is_packed))
         yield
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.compat.patches import patched
 from lowtide.compat.trees import keystr, tree_leaves, tree_map_with_path
 from lowtide.trace.step import arguments
 
@@ -60,13 +61,11 @@ def over(change: Change, loss: Any) -> Iterator[Any]:
         for cell, name in zip(getattr(loss, "__closure__", None) or (), names, strict=True)
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(cell.cell_contents))
     ]
-    try:
+    fakes = partial(patched, why="the loss closes over a part of the batch", since="python 3.11")
+    with ExitStack() as patches:
         for cell, contents, name in cells:
-            cell.cell_contents = _changed(change, contents, name)
+            patches.enter_context(fakes(cell, "cell_contents", _changed(change, contents, name)))
         yield loss
-    finally:
-        for cell, contents, _ in cells:
-            cell.cell_contents = contents
 
 
 def criteria(loss: Any, model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,54 @@
+"""Somebody else's code, replaced for a while: the one way in, and the one way out.
+
+Does not import torch. What lowtide does to a model that it was asked to plan is not among it: a plan stays
+until `lowtide.remove`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+_ABSENT = object()
+_active: list[Patch] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """A replacement: of what, why, and since which release of its library it is needed."""
+
+    owner: object
+    name: str
+    why: str
+    since: str
+
+    def __str__(self) -> str:
+        owner = getattr(self.owner, "__qualname__", None) or getattr(self.owner, "__name__", None)
+        return f"{owner or type(self.owner).__qualname__}.{self.name} (since {self.since}: {self.why})"
+
+
+def active() -> tuple[Patch, ...]:
+    """What is replaced now, in this process."""
+    return tuple(_active)
+
+
+@contextmanager
+def patched(owner: Any, name: str, replacement: object, *, why: str, since: str) -> Iterator[None]:
+    """`owner.name` is `replacement` while the block runs; afterwards it is the very object that it was.
+
+    `owner` is a module, a class, an instance or a closure's cell. What it has inherited it inherits again.
+    """
+    patch = Patch(owner, name, why, since)
+    own = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else getattr(owner, name)
+    setattr(owner, name, replacement)
+    _active.append(patch)
+    try:
+        yield
+    finally:
+        _active.remove(patch)
+        if own is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

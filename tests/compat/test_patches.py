@@ -1,0 +1,222 @@
+"""Foreign code is replaced for a while: whatever happens, the very same object is there afterwards."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers.masking_utils as masks
+import transformers.utils.import_utils as utilities
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+import lowtide
+from lowtide.aot import capture
+from lowtide.cli.quiet import undisturbed
+from lowtide.compat.loggers import FAKE_KERNELS
+from lowtide.compat.patches import Patch, active, patched
+from lowtide.cost.cuda_rules import cuda_rules
+from lowtide.distributed.fsdp import _ShardedRecorder
+from lowtide.ir.graph import Origin
+from lowtide.trace.attribution import Attribution
+from lowtide.trace.dry_run import _random_states_counted
+from lowtide.trace.graph_builder import GraphBuilder
+from lowtide.trace.hf_masks import UNPACKED, Positions, unnoticed_by_transformers
+from lowtide.trace.inputs import over
+
+ABSENT = object()
+
+
+class Interruption(BaseException):
+    """Neither an error nor something that anybody expects."""
+
+
+class Thing:
+    """Something with an attribute of its class, and one of its own."""
+
+    inherited = "of the class"
+
+    def __init__(self) -> None:
+        self.own = "of the instance"
+
+
+def held(owner: Any, name: str) -> object:
+    """What `owner` itself has by this name: not what it has inherited."""
+    return vars(owner).get(name, ABSENT) if hasattr(owner, "__dict__") else getattr(owner, name)
+
+
+def interrupt(context: AbstractContextManager[Any], inside: Callable[[], None]) -> None:
+    with context:
+        inside()
+        raise Interruption
+
+
+def cell_of(function: Any) -> Any:
+    return function.__closure__[0]
+
+
+def loss_over(target: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda output: F.mse_loss(output, target)
+
+
+LOSS = loss_over(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Thing(), "own"),
+        (Thing(), "inherited"),
+        (Thing, "inherited"),
+        (Thing, "__init__"),
+        (types, "FunctionType"),
+        (cell_of(LOSS), "cell_contents"),
+    ],
+    ids=["instance", "inherited by an instance", "class", "method", "module", "cell"],
+)
+def test_what_was_replaced_comes_back_after_any_exception(owner: object, name: str) -> None:
+    before, other = held(owner, name), object()
+
+    def inside() -> None:
+        assert held(owner, name) is other
+
+    with pytest.raises(Interruption):
+        interrupt(patched(owner, name, other, why="a test", since="now"), inside)
+    assert held(owner, name) is before
+
+
+def test_replacements_of_one_name_are_undone_in_reverse() -> None:
+    thing = Thing()
+    before = thing.own
+    with patched(thing, "own", 1, why="first", since="now"):
+        with patched(thing, "own", 2, why="second", since="now"):
+            assert [patch.why for patch in active()] == ["first", "second"]
+        assert held(thing, "own") == 1
+    assert thing.own is before
+    assert active() == ()
+
+
+def test_what_cannot_be_replaced_is_not_entered() -> None:
+    with pytest.raises(AttributeError), patched((), "count", 1, why="a test", since="now"):
+        pass
+    assert active() == ()
+
+
+def test_a_patch_says_what_it_replaces_and_why() -> None:
+    assert (
+        str(Patch(Thing, "inherited", "it is a test", "now")) == "Thing.inherited (since now: it is a test)"
+    )
+    assert str(Patch(Thing(), "own", "so", "now")) == "Thing.own (since now: so)"
+    assert str(Patch(F, "dropout", "so", "now")) == "torch.nn.functional.dropout (since now: so)"
+
+
+# Those that there are -------------------------------------------------------------------------------
+
+KERNELS = logging.getLogger(FAKE_KERNELS)
+PACKED = (masks, "find_packed_sequence_indices")
+NEVER = (masks, "is_tracing"), (utilities, "is_fake_tensor"), (masks, "is_torchdynamo_exporting")
+ON_CUDA = (
+    (F, "dropout"),
+    (F, "scaled_dot_product_attention"),
+    (F, "cross_entropy"),
+    (torch.autocast, "__init__"),
+)
+# By module: what it enters, and what is replaced then.
+REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[object, str], ...]]] = {
+    "cli/quiet": (undisturbed, ((KERNELS, "disabled"),)),
+    "cost/cuda_rules": (cuda_rules, ON_CUDA),
+    "distributed/fsdp": (
+        lambda: _ShardedRecorder._storages_watched(_ShardedRecorder([nn.ReLU()], None, None)),
+        ((torch.UntypedStorage, "resize_"),),
+    ),
+    "trace/dry_run": (_random_states_counted, ((torch, "get_rng_state"),)),
+    "trace/hf_masks": (
+        lambda: unnoticed_by_transformers([UNPACKED]),
+        (PACKED, *((owner, name) for owner, name in NEVER if hasattr(owner, name))),
+    ),
+    "trace/hf_masks, watching": (
+        Positions(lambda: GraphBuilder("step", Origin.JOINT, "cpu", {})).watched,
+        (PACKED,),
+    ),
+    "trace/inputs": (
+        lambda: over(lambda tensor, _: torch.zeros_like(tensor), LOSS),
+        ((cell_of(LOSS), "cell_contents"),),
+    ),
+}
+ELSEWHERE = {"aot/capture", "integrations/lightning"}  # tested below, and where there is a Trainer
+
+
+@pytest.mark.parametrize(("enter", "targets"), REAL.values(), ids=REAL)
+def test_foreign_code_is_the_same_after_an_exception(
+    enter: Callable[[], AbstractContextManager[Any]], targets: tuple[tuple[object, str], ...]
+) -> None:
+    before = [held(*target) for target in targets]
+
+    def inside() -> None:
+        assert {(id(patch.owner), patch.name) for patch in active()} == {(id(o), name) for o, name in targets}
+        assert all(held(*target) is not old for target, old in zip(targets, before, strict=True))
+
+    with pytest.raises(Interruption):
+        interrupt(enter(), inside)
+    assert all(held(*target) is old for target, old in zip(targets, before, strict=True))
+    assert active() == ()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of the class", "of its own"])
+def test_a_forward_that_is_captured_is_the_same_after_an_exception(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.ReLU()
+    if own:
+        model.forward = model.forward  # type: ignore[method-assign]
+    before = held(model, "forward")
+
+    def compiled(*_: object, **__: object) -> Callable[..., None]:
+        def forward(*args: object) -> None:
+            assert [patch.name for patch in active()] == ["forward"]
+            assert held(model, "forward") is not before
+            raise Interruption
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    with pytest.raises(Interruption):
+        capture._step_around_forward(None, model, None, (torch.ones(2),), {})
+    assert held(model, "forward") is before
+
+
+def test_every_module_that_replaces_foreign_code_is_tested_here() -> None:
+    package = Path(lowtide.__file__).parent
+    users = {
+        file.relative_to(package).with_suffix("").as_posix()
+        for file in package.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "lowtide.compat.patches"
+    }
+    assert users == {name.partition(",")[0] for name in REAL} | ELSEWHERE
+
+
+def test_global_hooks_are_gone_after_an_exception() -> None:
+    places: tuple[dict[int, Any], ...] = (
+        modules._global_forward_hooks,
+        modules._global_forward_pre_hooks,
+        optimizers._global_optimizer_pre_hooks,
+        optimizers._global_optimizer_post_hooks,
+    )
+    before = [dict(place) for place in places]
+
+    def inside() -> None:
+        assert all(len(place) == len(old) + 1 for place, old in zip(places, before, strict=True))
+
+    with pytest.raises(Interruption):
+        interrupt(Attribution([]).following([]), inside)
+    assert [dict(place) for place in places] == before

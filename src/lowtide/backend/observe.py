@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.aot.draw import Drawn
 from lowtide.aot.join import Place, joined
+from lowtide.compat.tensors import StorageWeakRef
 from lowtide.ir.graph import Graph
 
 Storages = list[StorageWeakRef | None]  # None where there is no tensor

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.aot.codegen import Planned, emit
 from lowtide.aot.mark import Mark
@@ -19,6 +18,7 @@ from lowtide.backend.request import Request
 from lowtide.backend.solve import solved_by_all, with_others
 from lowtide.compat.autograd import after_backward
 from lowtide.compat.ddp import let_go_of_old_buckets
+from lowtide.compat.tensors import StorageWeakRef
 from lowtide.solvers.solution import GraphSolution
 
 

@@ -17,12 +17,10 @@ test: $(READY) style
 test-all: $(READY) style
 	$(call checked,)
 
-# mypy runs beside, and what it finds is printed after the tests. What numba compiles is compiled once, before them.
-# Two processes of one thread each: on two cores that takes half the time of one process of two. The one that has
+# mypy runs beside the tests, and what it finds is printed after them. Two processes of one thread each: on two cores that takes half the time of one process of two. The one that has
 # nothing left takes over from the other, and takes neighbours: fixtures are made once or twice, no file is waited for.
 define checked
 @mkdir -p out; $(BIN)/mypy > out/mypy.txt 2>&1 & types=$$!; \
-$(BIN)/python -m tests.helpers.compiling && \
 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(1); tests=$$?; \
 wait $$types || { cat out/mypy.txt; exit 1; }; exit $$tests
 endef

@@ -16,6 +16,7 @@ from lowtide.errors import BadRequest
 from lowtide.execute.arena_step import ArenaStep
 from lowtide.trace.step import training_step
 from tests.helpers.effort import long_but
+from tests.helpers.narrowed import narrowed
 
 NETWORKS = {
     "mlp": {"width": 32},
@@ -28,7 +29,9 @@ NETWORKS = {
 
 def workload(name: str) -> zoo.Workload:
     torch.manual_seed(0)
-    return zoo.workload(name, zoo.Sizes(batch=4, **NETWORKS[name]))
+    work = zoo.workload(name, zoo.Sizes(batch=4, **NETWORKS[name]))
+    narrowed(work.model)
+    return work
 
 
 def fresh(step: ArenaStep) -> Callable[[], torch.Tensor]:

@@ -35,6 +35,7 @@ from lowtide.solvers.solution import Solution, Status
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.step import Example, Loss, arguments
 from tests.helpers.effort import long_but
+from tests.helpers.narrowed import narrowed
 from tests.helpers.transformer_models import KINDS, small_transformer
 
 ALL_METHODS = [name for name in methods() if name != "exhaustive"]
@@ -71,7 +72,7 @@ def from_zoo(name: str) -> Work:
     torch.manual_seed(0)
     work = zoo.workload(name, zoo.Sizes(**{**SMALL, **LARGER}[name]))
     assert work.loss is not None
-    return Work(work.model, work.kwargs or work.args, work.loss)
+    return Work(narrowed(work.model), work.kwargs or work.args, work.loss)
 
 
 def square(output: torch.Tensor) -> torch.Tensor:

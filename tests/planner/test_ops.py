@@ -24,6 +24,7 @@ from lowtide.solvers.solution import GraphSolution
 from lowtide.trace.step import Arguments, training_step
 from lowtide.zoo.gpt import GPT
 from tests.helpers.effort import long_but
+from tests.helpers.narrowed import narrowed
 from tests.helpers.transformer_models import KINDS, small_transformer
 
 Step = Callable[[], Any]
@@ -137,7 +138,7 @@ def zoo_case(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any
     }.get(name, {"batch": 2, "image": 32})
     torch.manual_seed(0)
     work = workload(name, Sizes(**sizes))
-    return work.model, work.args, dict(work.kwargs or {}), work.loss
+    return narrowed(work.model), work.args, dict(work.kwargs or {}), work.loss
 
 
 ZOO = ["alexnet", "vgg11", "resnet18", "densenet121", "unet", "gpt", "vit", "lstm", "mlp"]
@@ -182,7 +183,7 @@ def test_every_budget_is_kept_and_gradients_are_equal(name: str) -> None:
 
 
 def planned(model: nn.Module, budget: str = "60%", **options: Any) -> GraphSolution:
-    solution = lowtide.plan(model, (IMAGES, LABELS), budget=budget, **options)
+    solution = lowtide.plan(model, (IMAGES, LABELS), budget=budget, effort="quick", **options)
     assert isinstance(solution, GraphSolution)
     return solution
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lowtide.compat.patches import patched
 from lowtide.compat.tensors import has_hooks
@@ -111,6 +112,7 @@ class StepRecorder(Recorder):
         self.positions = Positions(lambda: self.builder)
         self._recording = False
         self._parameters: list[Resident] = []
+        self._hooks: list[RemovableHandle] = []
 
     def run(
         self,
@@ -119,11 +121,9 @@ class StepRecorder(Recorder):
         warmup: int = 0,
     ) -> Trace:
         """What `step` does, once it has run `warmup` times; see `dry_run`. A recorder runs once."""
-        models, self._models = (
-            self._models,
-            (),
-        )  # hooks and recorder form a circle: it must not hold the model
+        models, self._models = self._models, ()  # a recorder refers to itself: it must not hold the model
         with ExitStack() as stack:
+            stack.callback(self._unhook)
             stack.enter_context(faked(self.twins, models, optimizer, _stateful_things_used_by(step)))
             stack.enter_context(self.twins.mode)
             stack.enter_context(unnoticed_by_transformers())
@@ -238,7 +238,12 @@ class StepRecorder(Recorder):
             self.follow.own({id(found.fake): found.module})
             if found.fake.requires_grad:
                 mark = partial(self._mark_gradient, name=found.name, module=found.module)
-                found.fake.register_post_accumulate_grad_hook(mark)
+                self._hooks.append(found.fake.register_post_accumulate_grad_hook(mark))
+
+    def _unhook(self) -> None:
+        """Autograd holds hooks where no collection looks: the circle of hooks and recorder is cut by hand."""
+        for hook in self._hooks:
+            hook.remove()
 
     # Roles --------------------------------------------------------------------------------------------
 

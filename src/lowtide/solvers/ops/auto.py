@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import ClassVar
 
 from lowtide.ir.graph import Graph
@@ -12,7 +11,7 @@ from lowtide.solvers.method import Effort, Searcher
 from lowtide.solvers.ops.evict import answer, answer_within
 from lowtide.solvers.ops.search.encode import costs, work_of
 from lowtide.solvers.ops.search.explore import explore
-from lowtide.solvers.ops.search.pareto import Front
+from lowtide.solvers.ops.search.pareto import Front, once_per_graph
 from lowtide.solvers.ops.starts import starts
 from lowtide.solvers.solution import ScheduleAnswer, Status
 
@@ -44,7 +43,7 @@ class Auto(Searcher):
         return answer(graph, _explored(graph, self.effort).seen[0])
 
 
-@lru_cache(maxsize=4)
+@once_per_graph
 def _explored(graph: Graph, effort: Effort) -> Front:
     work = work_of(graph)
     return explore(work, costs(graph), starts(graph, work), effort)

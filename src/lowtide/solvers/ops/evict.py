@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import ClassVar
 
 from lowtide.ir.graph import Graph
@@ -11,7 +10,7 @@ from lowtide.solvers.method import Effort, Searcher
 from lowtide.solvers.ops.search.encode import costs, pairs_of, schedule_of, work_of
 from lowtide.solvers.ops.search.explore import explore
 from lowtide.solvers.ops.search.lower_bound import least_seconds
-from lowtide.solvers.ops.search.pareto import Front, Seen
+from lowtide.solvers.ops.search.pareto import Front, Seen, once_per_graph
 from lowtide.solvers.solution import ScheduleAnswer, Status
 
 
@@ -58,6 +57,6 @@ def answer(graph: Graph, seen: Seen, growth_bytes: int | None = None) -> Schedul
     )
 
 
-@lru_cache(maxsize=4)
+@once_per_graph
 def _explored(graph: Graph, effort: Effort) -> Front:
     return explore(work_of(graph), costs(graph), effort=effort)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
+from lowtide.ir.graph import Graph
 from lowtide.solvers.jit import Numbers
+from lowtide.solvers.method import Effort
 
 Cost: TypeAlias = tuple[float, int]  # what running again costs; of two that cost the same, how much runs
 
@@ -45,6 +49,19 @@ class Front:
         """The cheapest that peaks at no more than that."""
         place = bisect_right(self.seen, peak_bytes, key=_peak)
         return self.seen[place - 1] if place else None
+
+
+def once_per_graph(search: Callable[[Graph, Effort], Front]) -> Callable[[Graph, Effort], Front]:
+    """`search`, made once for a graph whatever is asked of it. A front goes with the graph that it is of."""
+    fronts: WeakKeyDictionary[Graph, dict[Effort, Front]] = WeakKeyDictionary()
+
+    def front_of(graph: Graph, effort: Effort) -> Front:
+        found = fronts.setdefault(graph, {})
+        if effort not in found:
+            found[effort] = search(graph, effort)
+        return found[effort]
+
+    return front_of
 
 
 def _peak(seen: Seen) -> int:

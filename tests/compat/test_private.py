@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import get_metrics_context
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -50,6 +51,7 @@ def lightning_module() -> object:
 EXAMPLES: dict[str, Callable[[], object]] = {
     "torch._functorch._aot_autograd.utils.make_boxed_func": boxed,
     "torch._dynamo.eval_frame.OptimizedModule": lambda: torch.compile(torch.nn.ReLU(), backend="eager"),
+    "torch._dynamo.metrics_context.MetricsContext": get_metrics_context,
     "torch._ops.OpOverload": lambda: torch.ops.aten.relu.default,
     "torch.autograd.graph.Node": lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
     "torch.nn.Module": torch.nn.Module,

@@ -27,6 +27,7 @@ from lowtide.aot.mark import Mark
 from lowtide.aot.unused_outputs import assumption, differentiable_outputs, gradientless
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import CHATTY_LOGGERS, configured, graph_breaks, reset
+from lowtide.compat.dynamo_caches import forget_stacks
 from lowtide.ir.graph import Phase
 from lowtide.trace.attribution import Attribution, Place
 from lowtide.trace.hf_masks import unnoticed_by_transformers
@@ -87,6 +88,7 @@ def compiling(assumptions: Collection[str] = ()) -> Iterator[None]:
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield
     finally:
+        forget_stacks()
         for logger in chatty:
             logger.removeFilter(_silence)
 

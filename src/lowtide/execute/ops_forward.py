@@ -23,6 +23,7 @@ from torch import nn
 
 from lowtide.aot.sections import compiling
 from lowtide.compat.ddp import let_go_of_old_buckets
+from lowtide.compat.dynamo_caches import forget_compiled
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute.identity import described_inputs, fingerprint
 from lowtide.execute.ops_graphs import Execution
@@ -188,10 +189,11 @@ class _Route:
             self.solutions[inputs] = self._planned(self._replan, inputs, model, args, kwargs)
         solution = self.solutions[inputs]
         execution = Execution(solution.graph, solution.schedule)
-        function = self.own or type(model).forward
-        compiled = torch.compile(function, backend=execution.backend, dynamic=False)
-        self._courses[inputs] = _Course(execution, compiled)
-        return self._courses[inputs]
+        function, backend = self.own or type(model).forward, execution.backend
+        compiled = torch.compile(function, backend=backend, dynamic=False)
+        course = self._courses[inputs] = _Course(execution, compiled)
+        weakref.finalize(course, forget_compiled, backend, execution.frames).atexit = False
+        return course
 
     def _planned(
         self,

@@ -8,7 +8,9 @@ forward asks which section it is, and leaves a mark for its backward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from lowtide.aot.codegen import Planned, emit
 from lowtide.aot.mark import Mark
 from lowtide.aot.planned_graph import PlannedGraph
 from lowtide.aot.unused_outputs import gradientless
+from lowtide.compat.dynamo_caches import frame_being_compiled
 from lowtide.errors import CannotApply
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Schedule
@@ -35,6 +38,7 @@ class Execution:
         self.schedules = [
             schedule
         ]  # the last one is followed; forwards before it may still wait for their backward
+        self.frames: list[weakref.ref[CodeType]] = []  # whose code Dynamo has compiled for it
         self._sections = 1 + max((op.section for op in graph.ops), default=-1)
         self._next = 0
         self._numbers: dict[int, int] = {}  # of Dynamo's graphs, by the section that each was compiled for
@@ -47,8 +51,21 @@ class Execution:
         """A forward of the whole model begins."""
         self._next = 0
 
-    def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    @property
+    def backend(self) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+        """The Dynamo backend. It refers to this object weakly: Dynamo holds backends until it is reset."""
+        reference = weakref.ref(self)
+
+        def compile_(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            execution = reference()
+            assert execution is not None, "nothing is compiled for a model that is no longer there"
+            return execution.compile(module, inputs)
+
+        return compile_
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs."""
+        self.frames.append(weakref.ref(frame_being_compiled()))
         # Planning anything else empties Dynamo's caches: a graph that is compiled again keeps its number.
         number = self._numbers.setdefault(self._next, len(self._numbers))
         return _ScheduledGraph(self).compile(module, inputs, gradientless(self.graph.assumptions, number))

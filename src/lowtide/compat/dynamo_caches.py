@@ -1,0 +1,54 @@
+"""What Dynamo keeps of what it compiles, and how to have it let go.
+
+It keeps that with the code of the frame that it compiled, and the code of a method lives as long as its
+class.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from types import CodeType
+
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.eval_frame import cached_backends
+from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo.utils import get_metrics_context
+from torch._guards import TracingContext
+
+from lowtide.compat.private import Private
+
+PRIVATE = (
+    Private("torch._C._dynamo.eval_frame._debug_get_cache_entry_list", "what was compiled of a frame's code"),
+    Private("torch._C._dynamo.eval_frame._ExtraState.invalidate", "drops one thing that was compiled"),
+    Private("torch._dynamo.guards.DeletedGuardManagerWrapper", "what takes the place of its guards"),
+    Private("torch._dynamo.eval_frame.cached_backends", "every backend that was used since the last reset"),
+    Private("torch._dynamo.utils.get_metrics_context", "notes the stack of every compilation, for ever"),
+    Private("torch._dynamo.metrics_context.MetricsContext._edits", "those stacks"),
+    Private("torch._guards.TracingContext.get_traced_code", "the code that is being compiled"),
+)
+
+
+def forget_stacks() -> None:
+    """Have Dynamo let go of the stacks of its compilations: it notes them, for an error that never comes.
+
+    A stack holds the code of its frames, and the code of a frame what was compiled for it.
+    """
+    get_metrics_context()._edits.clear()
+
+
+def frame_being_compiled() -> CodeType:
+    """The code that Dynamo is compiling: asked by a backend, while it is called."""
+    traced = TracingContext.get_traced_code()
+    assert traced, "Dynamo calls its backends while it traces"
+    return traced[0]
+
+
+def forget_compiled(backend: object, codes: Iterable[weakref.ref[CodeType]]) -> None:
+    """Have Dynamo drop what `backend` compiled of `codes`, as it does where something that it guards dies."""
+    found = (reference() for reference in codes)
+    for entry in (entry for code in found if code for entry in _debug_get_cache_entry_list(code)):
+        state = entry.guard_manager.extra_state
+        if state is not None and getattr(entry.backend, "compiler_fn", None) is backend:
+            cached_backends.pop(id(entry.backend), None)
+            state.invalidate(entry, DeletedGuardManagerWrapper("the plan was given up"))

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import fx
 
-from lowtide.backend.request import Request
 from lowtide.backend.step import CompiledStep
 from lowtide.solvers.solution import GraphSolution
 
-_steps: dict[
-    int, tuple[Any, CompiledStep]
-] = {}  # by the options of a torch.compile: these it hands over each time
+# By the id of the options of a torch.compile, the same dictionary for all of its graphs. A step belongs to
+# what was compiled for it, and holds its options, so that no others can have their id.
+_steps: WeakValueDictionary[int, CompiledStep] = WeakValueDictionary()
 
 
 def lowtide(
@@ -38,17 +38,17 @@ def lowtide(
         BadRequest: an option is missing, unknown or makes no sense.
         InfeasibleBudget: the budget is below what the graphs need at least.
     """
-    known = _steps.get(id(options))
-    if known is None:
-        known = _steps[id(options)] = (options, CompiledStep(Request.read(options)))
-    return known[1].compile(module, inputs)
+    step = _steps.get(id(options))
+    if step is None:
+        step = _steps[id(options)] = CompiledStep(options)
+    return step.compile(module, inputs)
 
 
 def plans_of(options: Mapping[str, Any]) -> tuple[GraphSolution, ...]:
     """The plans for the `torch.compile` that was given `options`, this very dictionary.
 
     There is one for each kind of step. A step is planned when the next one begins, so there are none before
-    the second.
+    the second. They go with what Dynamo compiled for them: when it is reset, or with the model's class.
     """
-    known = _steps.get(id(options))
-    return () if known is None else tuple(plan.solution for plan in known[1].plans)
+    step = _steps.get(id(options))
+    return () if step is None else tuple(plan.solution for plan in step.plans)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from lowtide.backend.request import Request
 from lowtide.backend.solve import solved_by_all, with_others
 from lowtide.compat.autograd import after_backward
 from lowtide.compat.ddp import let_go_of_old_buckets
+from lowtide.compat.dynamo_caches import forget_stacks
 from lowtide.compat.tensors import StorageWeakRef
 from lowtide.solvers.solution import GraphSolution
 
@@ -47,8 +48,9 @@ class CompiledStep:
     have all run.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, options: Mapping[str, Any] | None) -> None:
+        self.options = options
+        self.request = Request.read(options)
         self.plans: list[StepPlan] = []
         self.watched: list[WatchedRun] = []
         self._following: StepPlan | None = None
@@ -101,6 +103,7 @@ class CompiledStep:
 
     def _plan_what_was_watched(self) -> None:
         let_go_of_old_buckets()
+        forget_stacks()
         if any(run.waiting and not run.mark.expired() for run in self.watched):
             return
         runs, self.watched = [run for run in self.watched if not run.waiting], []

@@ -44,7 +44,14 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Make it fit": (
         "Plan what to recompute, put the plan to work, take it off again, keep it in a file.",
-        ("planner.api", "execute.apply", "planner.compare", "solvers.solution", "chain.cuts"),
+        (
+            "planner.api",
+            "planner.layers",
+            "execute.apply",
+            "planner.compare",
+            "solvers.solution",
+            "chain.cuts",
+        ),
     ),
     "Methods": (
         "Solve chains and graphs directly.",

@@ -16,6 +16,7 @@ import torch
 import lowtide
 from benchmarks.shared.subjects import FRONTIER_SMALL, Made
 from lowtide.planner.ops import StepBudget
+from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import training_step
 
 
@@ -45,7 +46,7 @@ def main() -> None:
             made = subject.build()
         plain = gradients(made)
         print(f"{subject.name:14s} plain again {difference(gradients(made), plain)}", flush=True)
-        step = StepBudget(made.model, made.example, made.loss)
+        step = StepBudget(StepSpec(made.model, made.example, made.loss))
         for budget in (1 << 50, "75%", "min"):
             try:
                 lowtide.apply(made.model, step.solve("auto", budget))

@@ -45,6 +45,7 @@ from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Schedule
 from lowtide.planner.ops import StepBudget
 from lowtide.text.documents import write_text
+from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import training_step
 
 WARM_UP, STEPS = 3, 7
@@ -234,7 +235,7 @@ class Trial:
     @cached_property
     def budget(self) -> StepBudget:
         """Traced, captured and profiled once."""
-        return StepBudget(self.made.model, self.made.example, self.made.loss, name=self.name)
+        return StepBudget(StepSpec(self.made.model, self.made.example, self.made.loss, name=self.name))
 
     def questions(self, rows: Rows, inductor: bool) -> Iterator[Question]:
         """A label, a kind and what to do, the most telling ones first."""

@@ -35,6 +35,7 @@ from lowtide.solvers.refereed import extra_seconds
 from lowtide.solvers.solution import GraphSolution
 from lowtide.text.budget import LOWEST
 from lowtide.text.documents import write_text
+from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import training_step
 
 PARTS: dict[str, tuple[float, ...]] = {"GPT-2, 8 layers": (0.75, 0.45, 0.24)}
@@ -131,7 +132,7 @@ def lowered(name: str) -> Json:
     step = Step(made)
     eager = step.gradients()
     growth_bytes = step.growth_bytes()
-    budget = StepBudget(made.model, made.example, made.loss, name=name)
+    budget = StepBudget(StepSpec(made.model, made.example, made.loss, name=name))
     resident_bytes, graph = budget.plain.timeline.resident_bytes, budget.graph
     asked: dict[str, str | int] = {
         f"{100 * part:.0f} %": resident_bytes + int(part * growth_bytes)
@@ -180,7 +181,7 @@ def knob() -> Json:
     made = built(gpt_of_12)
     step = Step(made)
     eager = step.gradients()
-    budget = StepBudget(made.model, made.example, made.loss, name=KNOB)
+    budget = StepBudget(StepSpec(made.model, made.example, made.loss, name=KNOB))
     graph, applied = without_weights(budget.graph), budget.solve("auto", EVERYTHING_FITS)
     resident_bytes = applied.timeline.resident_bytes
     rows = []

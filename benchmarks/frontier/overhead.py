@@ -28,6 +28,7 @@ from benchmarks.shared.machines import machine
 from lowtide import zoo
 from lowtide.planner.ops import StepBudget
 from lowtide.text.documents import write_text
+from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import training_step
 
 NETWORKS: dict[str, zoo.Sizes] = {
@@ -73,7 +74,7 @@ def row(name: str, rounds: int) -> Json:
     torch.manual_seed(0)
     work = zoo.workload(name, NETWORKS[name])
     planned = copy.deepcopy(work.model)
-    budget = StepBudget(planned, work.args, work.loss, profile=False, name=name)
+    budget = StepBudget(StepSpec(planned, work.args, work.loss, profile=False, name=name))
     solution = budget.solve("auto", EVERYTHING_FITS)
     lowtide.apply(planned, solution, on_new_inputs="error")
     models = (work.model, planned)

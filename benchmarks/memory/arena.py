@@ -46,6 +46,7 @@ from lowtide.execute.memory import Memory
 from lowtide.ir.schedule import Schedule, straight
 from lowtide.planner.ops import StepBudget
 from lowtide.trace.inputs import named_inputs
+from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import training_step
 
 NETWORKS = ("vgg19", "resnet50", "gpt2-medium")
@@ -128,7 +129,7 @@ class Trial:
     @cached_property
     def budget(self) -> StepBudget:
         """Traced, captured and profiled once."""
-        return StepBudget(self.made.model, self.made.example, self.made.loss, name=self.name)
+        return StepBudget(StepSpec(self.made.model, self.made.example, self.made.loss, name=self.name))
 
     @cached_property
     def expected(self) -> dict[str, torch.Tensor]:

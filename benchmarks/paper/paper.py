@@ -36,8 +36,9 @@ from lowtide.chain.unroll import replay
 from lowtide.cost.measure import growth, measure, record_cpu, seconds_of
 from lowtide.errors import InfeasibleBudget
 from lowtide.execute.layer_hooks import apply, remove
-from lowtide.planner.api import Rehearsal, optimize
+from lowtide.planner.api import optimize
 from lowtide.planner.compare import compare
+from lowtide.planner.layers import Rehearsal
 from lowtide.solvers import solve
 from lowtide.solvers.solution import Solution, Status
 from lowtide.text.documents import write_text

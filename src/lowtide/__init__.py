@@ -51,12 +51,13 @@ if TYPE_CHECKING:
     from lowtide.ir.schedule import Compute, Free, Schedule, straight
     from lowtide.ir.simulate import Allocator, Category, Timeline, simulate
     from lowtide.ir.validate import validate
-    from lowtide.planner.api import Rehearsal, optimize, plan
+    from lowtide.planner.api import optimize, plan
     from lowtide.planner.batch import LargestBatch, largest_batch
     from lowtide.planner.batch_search import Reached
     from lowtide.planner.batch_steps import Batch
     from lowtide.planner.compare import Comparison, compare
     from lowtide.planner.fit import Fit, fit
+    from lowtide.planner.layers import Rehearsal
     from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
     from lowtide.solvers.frontier import frontier
     from lowtide.solvers.registry import methods, schedulers, solve
@@ -202,7 +203,8 @@ _NAMES_OF_MODULE = {
     "cost.measure": ("Reading", "measure"),
     "execute.memory": ("Memory",),
     "arena.batch_norm": ("normalise_from_output",),
-    "planner.api": ("Rehearsal", "optimize", "plan"),
+    "planner.api": ("optimize", "plan"),
+    "planner.layers": ("Rehearsal",),
     "chain.plan": ("Plan", "Segment"),
     "trace.profile": ("profile",),
     "planner.batch_search": ("Reached",),

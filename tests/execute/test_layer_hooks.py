@@ -29,7 +29,7 @@ from lowtide.chain.unroll import replay
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute.layer_hooks import apply, remove
 from lowtide.ir.graph import Phase
-from lowtide.planner.api import Rehearsal
+from lowtide.planner.layers import Rehearsal
 from lowtide.solvers import methods, solve
 from lowtide.solvers.solution import Solution, Status
 from lowtide.trace.dry_run import Trace

@@ -18,7 +18,8 @@ from lowtide.chain.plan import Plan
 from lowtide.cost.measure import measure
 from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
 from lowtide.execute.layer_hooks import apply, plans_of, remove
-from lowtide.planner.api import Rehearsal, optimize, plan
+from lowtide.planner.api import optimize, plan
+from lowtide.planner.layers import Rehearsal
 from lowtide.solvers.solution import Solution, Status
 from lowtide.trace.step import Example, training_step
 from tests.helpers.effort import long_but

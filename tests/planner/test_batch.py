@@ -19,6 +19,7 @@ from lowtide.planner.batch import LargestBatch, largest_batch, measure_reached
 from lowtide.planner.batch_search import Reached
 from lowtide.planner.batch_steps import MOST, Batch
 from lowtide.planner.ops import StepBudget
+from lowtide.trace.spec import StepSpec
 
 WIDTH = 16
 
@@ -45,7 +46,7 @@ def ask(model: nn.Module, memory: str | int, **more: object) -> LargestBatch:
 
 
 def step_of(model: nn.Module, batch: int, **more: object) -> StepBudget:
-    return StepBudget(model, rows(batch), **{"profile": False, "device": "cpu", **more})  # type: ignore[arg-type]
+    return StepBudget(StepSpec(model, rows(batch), **{"profile": False, "device": "cpu", **more}))  # type: ignore[arg-type]
 
 
 def fits_planned(model: nn.Module, batch: int, memory_bytes: int, **more: object) -> bool:
@@ -123,12 +124,12 @@ def test_for_a_device_that_is_not_here_the_rules_hold_at_every_batch() -> None:
     assert (answer.device, answer.scaled) == ("cuda:0", True)
     assert answer.planned.promised_bytes <= memory
     assert answer.planned.promised_bytes > answer.planned.peak_bytes  # a hundredth is left to the allocator
-    step = StepBudget(model, of(answer.plain.batch).example, torch.sum, device="cuda").plain.graph
+    step = StepBudget(StepSpec(model, of(answer.plain.batch).example, torch.sum, device="cuda")).plain.graph
     seconds = sum(estimated_seconds(op, step) for op in step.ops)
     assert answer.plain.samples_per_second == pytest.approx(answer.plain.batch / seconds)
 
     def peak(batch: int) -> int:
-        return StepBudget(model, of(batch).example, torch.sum, device="cuda").plain_peak_bytes
+        return StepBudget(StepSpec(model, of(batch).example, torch.sum, device="cuda")).plain_peak_bytes
 
     assert peak(answer.plain.batch) <= memory < peak(answer.plain.batch + 1)
 
@@ -201,7 +202,7 @@ def test_where_only_a_plan_fits_there_is_no_plain_answer() -> None:
     def texts(batch: int) -> Tensor:
         return torch.empty(batch, 64, WIDTH, device="meta")
 
-    memory = StepBudget(model, texts(1), device="cpu", profile=False).plain_peak_bytes - 4
+    memory = StepBudget(StepSpec(model, texts(1), device="cpu", profile=False)).plain_peak_bytes - 4
     answer = largest_batch(model, texts, memory=memory, device="cpu", profile=False)
     assert answer.plain is None
     assert answer.planned is not None

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-import lowtide.planner.api
+import lowtide.planner.layers
 from lowtide.cost.measure import measure
 from lowtide.errors import BadRequest, CannotApply, DeviceMissing, UnknownMethod
 from lowtide.execute.layer_hooks import apply
-from lowtide.planner.api import Rehearsal
 from lowtide.planner.compare import Comparison, Row, compare
+from lowtide.planner.layers import Rehearsal
 from lowtide.solvers import methods
 from lowtide.solvers.chains.baselines import EveryK
 from lowtide.solvers.method import Method
@@ -187,7 +187,7 @@ def test_methods_that_agree_on_a_plan_share_one_trial_of_it(monkeypatch: pytest.
         traced.append(args)
         return plainly(*args, **kwargs)
 
-    monkeypatch.setattr(lowtide.planner.api, "trace_training", counted)
+    monkeypatch.setattr(lowtide.planner.layers, "trace_training", counted)
     chosen = ["hong-linear", "hong-quadratic", "exhaustive", "chen-sqrt"]
     mine = rehearsal()
     found = compare(mine, methods=chosen)

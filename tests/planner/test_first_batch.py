@@ -17,6 +17,7 @@ import lowtide
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.ir.graph import Role
 from lowtide.solvers.solution import GraphSolution
+from lowtide.trace.spec import StepSpec
 from lowtide.trace.training import trace_training
 from tests.helpers.transformer_models import small_transformer
 
@@ -190,7 +191,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_an_optimizer_that_lowtide_has_no_name_for_is_counted_as_it_is(kind: str) -> None:
     model = net()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    trace = trace_training(model, batch(), optimizer=optimizer, profile=False)
+    trace = trace_training(StepSpec(model, batch(), optimizer=optimizer, profile=False))
     assert not optimizer.state
     model(*batch()).backward()
     optimizer.step()

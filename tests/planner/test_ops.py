@@ -21,6 +21,7 @@ import lowtide
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.planner.ops import StepBudget
 from lowtide.solvers.solution import GraphSolution
+from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import Arguments, training_step
 from lowtide.zoo.gpt import GPT
 from tests.helpers.effort import long_but
@@ -164,7 +165,7 @@ def test_every_budget_is_kept_and_gradients_are_equal(name: str) -> None:
         model, args, kwargs, loss = zoo_case(name)
     plain = copy.deepcopy(model)
     state = copy.deepcopy(model.state_dict())
-    step = StepBudget(model, Arguments(args, kwargs), loss)
+    step = StepBudget(StepSpec(model, Arguments(args, kwargs), loss))
     trained(plain, *args, loss=loss or loss_of, **kwargs)()
     times: list[float] = []
     for budget in ("90%", "75%", "60%", "45%", "min"):
@@ -282,7 +283,7 @@ def test_a_planned_model_dies_when_it_is_given_up() -> None:
 
 def test_a_plan_is_replaced_without_compiling_again() -> None:
     model, plain = small(), small()
-    step = StepBudget(model, (IMAGES, LABELS))
+    step = StepBudget(StepSpec(model, (IMAGES, LABELS)))
     lowtide.apply(model, step.solve("auto", "90%"))
     run = trained(model, IMAGES, LABELS)
     run()
@@ -357,7 +358,7 @@ def test_a_loss_outside_of_the_model_is_counted() -> None:
 
 def test_graphs_between_breaks_share_one_budget() -> None:
     model, plain = small(broken=True, depth=5), small(broken=True, depth=5)
-    step = StepBudget(model, (IMAGES, LABELS))
+    step = StepBudget(StepSpec(model, (IMAGES, LABELS)))
     assert {op.section for op in step.graph.ops} >= {0, 1}
     trained(plain, IMAGES, LABELS)()
     for budget in ("70%", "min"):
@@ -387,7 +388,7 @@ def test_autocast_is_as_without_recomputation(dtype: torch.dtype) -> None:
         scaler.scale(loss).backward()
 
     with torch.autocast("cpu", dtype):
-        step = StepBudget(model, (IMAGES, LABELS))
+        step = StepBudget(StepSpec(model, (IMAGES, LABELS)))
         solutions = [step.solve("auto", budget) for budget in (1 << 40, "min")]
     assert solutions[1].recomputed
     gradients: list[list[torch.Tensor | None]] = []

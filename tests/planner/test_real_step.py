@@ -8,7 +8,7 @@ from torch import nn
 
 import lowtide
 from lowtide.planner import real_step
-from lowtide.planner.api import Rehearsal
+from lowtide.planner.layers import Rehearsal
 from lowtide.planner.real_step import RealStep
 
 

@@ -19,7 +19,7 @@ from lowtide.chain.plan import Plan
 from lowtide.errors import BadFile, CannotApply
 from lowtide.execute.layer_hooks import apply
 from lowtide.ir.graph import Call
-from lowtide.planner.api import Rehearsal
+from lowtide.planner.layers import Rehearsal
 from lowtide.solvers import solve
 from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
 from lowtide.solvers.solution import Confirmation, Solution

@@ -10,46 +10,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-from torch import nn
-
 from lowtide.aot.capture import capture_forward
 from lowtide.aot.tangents import with_held_tangents
 from lowtide.cost.price import with_costs
-from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Graph, Phase, Role, Value
 from lowtide.ir.recomputable import between_graphs
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
 from lowtide.trace.dry_run import Trace
-from lowtide.trace.step import Example, Loss
+from lowtide.trace.spec import StepSpec
 
 
-def step_graph(
-    model: nn.Module,
-    example: Example,
-    loss: Loss | None,
-    plain: Trace,
-    *,
-    accumulate: int = 1,
-    device: str | torch.device | None = None,
-    profile: bool = True,
-    name: str | None = None,
-    progress: Progress | None = None,
-) -> Graph:
+def step_graph(spec: StepSpec, plain: Trace) -> Graph:
     """The graph of one step. `plain` is a dry run of it, from which the optimizer's part is taken.
 
     Raises:
         CannotCapture: the model cannot be captured.
         BadRequest: `accumulate` is not positive, or nothing can be trained.
     """
-    check_accumulation(accumulate)
+    check_accumulation(spec.accumulate)
     captured = capture_forward(
-        model, example, loss, device=device, name=name, assumptions=plain.graph.assumptions
+        spec.model,
+        spec.example,
+        spec.loss,
+        device=spec.device,
+        name=spec.name,
+        assumptions=plain.graph.assumptions,
     )
-    graph = with_held_tangents(with_costs(captured, progress) if profile else captured)
-    if accumulate > 1:
+    graph = with_held_tangents(with_costs(captured, spec.progress) if spec.profile else captured)
+    if spec.accumulate > 1:
         graph = _with_gradients(graph)
     return _with_optimizer(graph, plain)
 

@@ -12,7 +12,7 @@ from lowtide.cli.quiet import undisturbed
 from lowtide.text.budget import Budget
 
 if TYPE_CHECKING:
-    from lowtide.planner.api import Rehearsal
+    from lowtide.planner.layers import Rehearsal
     from lowtide.solvers.solution import Solution
     from lowtide.zoo.setup import Setup
 
@@ -28,7 +28,7 @@ def answer_layers(
     with undisturbed():
         with waiting("building the model"):
             setup = asked.load()
-        rehearsal = rehearsed(setup, optimizer=asked.optimizer, device=asked.device, profile=asked.profile)
+        rehearsal = rehearsed(asked, setup)
         with waiting("planning layer by layer"):
             chain = rehearsal.chain(cutting.granularity, cutting.modules or None)
             solution = rehearsal.within(chain, method, budget)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.preparing import Asked, Cutting, Wanted, default_device
+from lowtide.cli.preparing import Asked, Cutting, Wanted
 from lowtide.cli.quiet import undisturbed
 from lowtide.text.budget import Budget
 
@@ -84,17 +84,7 @@ def captured(asked: Asked, setup: Setup, accumulate: int, stage: Stages) -> Step
     """The step, traced, captured and profiled."""
     from lowtide.planner.ops import StepBudget
 
-    step = StepBudget(
-        setup.model,
-        setup.example,
-        setup.loss,
-        optimizer=asked.optimizer,
-        accumulate=accumulate,
-        device=asked.device or default_device(),
-        profile=asked.profile,
-        name=setup.name,
-        progress=stage.update,
-    )
+    step = StepBudget(asked.spec(setup, stage.update, accumulate))
     stage.begin("running the step on fake tensors")
     _ = step.plain
     stage.begin("capturing its ops")
@@ -123,7 +113,7 @@ def title_of(step: StepBudget, setup: Setup) -> str:
     from lowtide.report.text.terminal import asked
     from lowtide.trace.step import optimizer_name
 
-    return asked(setup.name, setup.sizes, optimizer_name(step.optimizer), step.graph.device)
+    return asked(setup.name, setup.sizes, optimizer_name(step.spec.optimizer), step.graph.device)
 
 
 def notes_of(step: StepBudget, setup: Setup) -> list[str]:
@@ -133,8 +123,8 @@ def notes_of(step: StepBudget, setup: Setup) -> list[str]:
     timed = any(op.seconds for op in step.graph.ops)
     seen = dict.fromkeys([*step.plain.graph.notes, *step.graph.notes])
     earlier = (
-        [f"gradients are there when a forward begins: {step.accumulate} backward calls make one update"]
-        if step.accumulate > 1
+        [f"gradients are there when a forward begins: {step.spec.accumulate} backward calls make one update"]
+        if step.spec.accumulate > 1
         else []
     )
     return [*what_is_unknown(timed, step.graph.profiled_on), *earlier, *seen, *setup.notes]
@@ -145,7 +135,7 @@ def _captured_otherwise(step: StepBudget, found: Sequence[GraphSolution]) -> lis
     from lowtide.text.units import format_bytes
 
     kept_bytes, written_bytes = found[0].peak_bytes, step.plain_peak_bytes
-    if kept_bytes == written_bytes or step.accumulate > 1:  # which the written one knows nothing of
+    if kept_bytes == written_bytes or step.spec.accumulate > 1:  # which the written one knows nothing of
         return []
     return [f"as it is written the step peaks at {format_bytes(written_bytes)}; keep-all is the captured one"]
 
@@ -163,8 +153,8 @@ def _about(step: StepBudget, setup: Setup) -> dict[str, Any]:
         "batch": setup.sizes.get("batch"),
         "sizes": dict(setup.sizes),
         "device": step.graph.device,
-        "optimizer": step.optimizer,
-        "accumulate": step.accumulate,
+        "optimizer": step.spec.optimizer,
+        "accumulate": step.spec.accumulate,
         "ops": len(step.graph.ops),
         "plain_peak_bytes": step.plain_peak_bytes,
     }

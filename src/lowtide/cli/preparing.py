@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +11,11 @@ from lowtide.errors import BadRequest
 from lowtide.text.budget import Budget
 
 if TYPE_CHECKING:
-    from lowtide.planner.api import Rehearsal
     from lowtide.planner.fit import Fit
+    from lowtide.planner.layers import Rehearsal
     from lowtide.solvers.method import Scheduler
     from lowtide.solvers.solution import GraphSolution, Solution
+    from lowtide.trace.spec import StepSpec
     from lowtide.zoo.setup import Setup
 
 _FRONTIERS = "auto"  # what plans a frontier unless told otherwise
@@ -33,6 +34,22 @@ class Asked:
     def load(self) -> Setup:
         """Its model, which takes no memory, and its batch."""
         return load_model(self.model, self.sizes)
+
+    def spec(self, setup: Setup, progress: Callable[[int, int], None], accumulate: int = 1) -> StepSpec:
+        """The step, with the model and the batch that were loaded."""
+        from lowtide.trace.spec import StepSpec
+
+        return StepSpec(
+            setup.model,
+            setup.example,
+            setup.loss,
+            self.optimizer,
+            accumulate,
+            self.device or default_device(),
+            self.profile,
+            setup.name,
+            progress,
+        )
 
 
 @dataclass(frozen=True)
@@ -114,23 +131,14 @@ def load_model(model: str, sizes: Mapping[str, int | None], device: str = "meta"
     return load(model, {key: value for key, value in sizes.items() if value is not None}, device)
 
 
-def rehearsed(setup: Setup, *, optimizer: str | None, device: str | None, profile: bool) -> Rehearsal:
+def rehearsed(asked: Asked, setup: Setup) -> Rehearsal:
     """A rehearsal whose plain step has been traced; on a terminal that is shown."""
-    from lowtide.planner.api import Rehearsal
+    from lowtide.planner.layers import Rehearsal
     from lowtide.text.progress import stages
 
     with stages() as stage:
         stage.begin("running the step on fake tensors")
-        rehearsal = Rehearsal(
-            setup.model,
-            setup.example,
-            setup.loss,
-            optimizer=optimizer,
-            device=device or default_device(),
-            profile=profile,
-            name=setup.name,
-            progress=stage.update,
-        )
+        rehearsal = Rehearsal.of(asked.spec(setup, stage.update))
         _ = rehearsal.plain
     return rehearsal
 

@@ -153,7 +153,7 @@ def _planned_layers(
     from lowtide.report.content.curve import Curve
 
     refuse_op_level_requests(budget, accumulate)
-    rehearsal = rehearsed(setup, optimizer=asked.optimizer, device=asked.device, profile=asked.profile)
+    rehearsal = rehearsed(asked, setup)
     chain = rehearsal.chain(cutting.granularity, cutting.modules or None)
     solution = rehearsal.within(chain, method, budget)
     under = rehearsal.under(solution)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +37,12 @@ from lowtide.execute.layer_hooks import Model
 from lowtide.execute.layer_hooks import apply as apply_segments
 from lowtide.execute.layer_hooks import remove as remove_segments
 from lowtide.execute.ops_forward import reroute
-from lowtide.planner.api import ON_NEW_SHAPE, Rehearsal, refuse_cutting, refuse_op_level_requests
+from lowtide.planner.api import ON_NEW_SHAPE, refuse_cutting, refuse_op_level_requests
+from lowtide.planner.layers import Rehearsal
 from lowtide.solvers import default_method, is_scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.text.budget import Budget
+from lowtide.trace.spec import SpecOf, StepSpec
 from lowtide.trace.step import (
     OPTIMIZERS,
     Arguments,
@@ -85,10 +88,26 @@ def plan(
         InfeasibleBudget, CannotApply, CannotCapture, CannotTrace, BadRequest: as in `lowtide.plan`, on the
             rank that plans; the others raise RanksDisagree with its message.
     """
+    spec_of = partial(
+        StepSpec,
+        loss=loss,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        device=device,
+        profile=profile,
+        progress=progress,
+    )
     planner = _Planner(
-        engine, Budget.parse(budget), method, loss, optimizer, accumulate, granularity, modules, device,
-        profile, progress, timeout_seconds,
-    )  # fmt: skip
+        engine,
+        Budget.parse(budget),
+        method,
+        spec_of,
+        optimizer,
+        accumulate,
+        granularity,
+        modules,
+        timeout_seconds,
+    )
     return planner(model, *arguments(example))
 
 
@@ -124,10 +143,26 @@ def optimize(
     """
     if on_new_shape not in ON_NEW_SHAPE:
         raise BadRequest(f"on_new_shape is {on_new_shape!r}; it is one of {', '.join(ON_NEW_SHAPE)}.")
+    spec_of = partial(
+        StepSpec,
+        loss=loss,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        device=device,
+        profile=profile,
+        progress=progress,
+    )
     planner = _Planner(
-        engine, Budget.parse(budget), method, loss, optimizer, accumulate, granularity, modules, device,
-        profile, progress, timeout_seconds,
-    )  # fmt: skip
+        engine,
+        Budget.parse(budget),
+        method,
+        spec_of,
+        optimizer,
+        accumulate,
+        granularity,
+        modules,
+        timeout_seconds,
+    )
     if example is None and isinstance(engine, Sharded):
         raise BadRequest(
             "a model is planned before it is sharded, and that needs an example of its batches. Give one."
@@ -152,14 +187,11 @@ class _Planner:
     engine: Engine
     budget: Budget
     method: str | None
-    loss: Loss | None
+    spec_of: SpecOf
     optimizer: Updates | None
     accumulate: int
     granularity: str | Granularity
     modules: Collection[str] | None
-    device: str | torch.device | None
-    profile: bool
-    progress: Progress | None
     timeout_seconds: float
     plans_ops: bool = field(init=False)
 
@@ -230,17 +262,7 @@ class _Planner:
     def _ops(self, model: nn.Module, example: Arguments) -> GraphSolution:
         assert self.method is not None
         assert isinstance(self.engine, Replicated)
-        step = ReplicatedBudget(
-            model,
-            example,
-            self.loss,
-            self.optimizer,
-            self.accumulate,
-            self.device,
-            self.profile,
-            progress=self.progress,
-            engine=self.engine,
-        )
+        step = ReplicatedBudget(self.spec_of(model, example), engine=self.engine)
         return step.within(self.method, self.budget)
 
     def _layers(self, model: nn.Module, example: Arguments) -> Solution:
@@ -249,8 +271,7 @@ class _Planner:
         return rehearsal.within(rehearsal.chain(self.granularity, self.modules), self.method, self.budget)
 
     def _rehearsal(self, model: nn.Module, example: Arguments) -> Rehearsal:
-        engine, progress = self.engine, self.progress
-        given = (model, example, self.loss, self.optimizer, self.device, self.profile)
-        if isinstance(engine, Sharded):
-            return ShardedRehearsal(*given, progress=progress, engine=engine)
-        return ReplicatedRehearsal(*given, progress=progress, engine=engine)
+        spec = self.spec_of(model, example)
+        if isinstance(self.engine, Sharded):
+            return ShardedRehearsal.of(spec, engine=self.engine)
+        return ReplicatedRehearsal.of(spec, engine=self.engine)

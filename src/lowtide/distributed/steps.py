@@ -21,7 +21,7 @@ from lowtide.distributed.fsdp import Shard, hollow, trace_sharded
 from lowtide.execute.apply import set_aside
 from lowtide.execute.layer_hooks import apply as apply_segments
 from lowtide.ir.graph import Graph
-from lowtide.planner.api import Rehearsal
+from lowtide.planner.layers import Rehearsal
 from lowtide.planner.ops import StepBudget
 from lowtide.solvers.solution import Solution
 from lowtide.trace.dry_run import Trace
@@ -66,12 +66,12 @@ class ReplicatedBudget(StepBudget):
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """The plain model, with its outputs as DDP gives them out."""
-        with super().set_aside(), self.engine.around(self.model):
+        with super().set_aside(), self.engine.around(self.spec.model):
             yield
 
     def surrounded(self, graph: Graph) -> Graph:
         """With the buckets."""
-        return with_buckets(graph, self.model)
+        return with_buckets(graph, self.spec.model)
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,7 @@ class ShardedRehearsal(Rehearsal):
         What is always there is made to differ by as much as the peaks of the two plain steps do. It is a
         starting point: what counts is what the engine does under the plan, and that is tried out.
         """
-        plain = Rehearsal(
-            self.model,
-            self.example,
-            self.loss,
-            self.optimizer,
-            self.device,
-            self.profile,
-            self.name,
-            self.progress,
-        )
-        chain = plain.chain(granularity, self._units() or modules)
+        chain = Rehearsal.of(self.spec).chain(granularity, self._units() or modules)
         difference = self.plain.peak_bytes - replay(chain, Plan()).peak_bytes
         return replace(chain, base_bytes=max(0, chain.base_bytes + difference))
 

@@ -25,6 +25,7 @@ from lowtide.planner.batch_steps import MOST, Asked, Batch, BatchOf, Steps, Tell
 from lowtide.solvers import default_method, is_scheduler, schedulers, solve
 from lowtide.solvers.method import Scheduler
 from lowtide.text.budget import LOWEST, Budget, parse_bytes
+from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import Loss, Updates, optimizer_of, training_step
 
 _WARM_UP = 2  # libraries set themselves up in the first steps, and optimizers make their states
@@ -113,9 +114,15 @@ def largest_batch(
     memory_bytes = parse_bytes(memory)
     chosen = method or default_method(Budget.parse(memory_bytes))
     _check(chosen, time_limit, multiple_of)
-    asked = Asked(
-        model, batch_of, loss, optimizer, accumulate, multiple_of, device, profile, name, progress, telling
-    )
+
+    def spec_of(batch: int) -> StepSpec:
+        found = batch_of(batch)
+        at = found if isinstance(found, Batch) else Batch(found)
+        return StepSpec(
+            model, at.example, at.loss or loss, optimizer, accumulate, device, profile, name, progress
+        )
+
+    asked = Asked(spec_of, multiple_of, device, profile, telling)
     steps = Steps(asked, memory_bytes)
     plain = settled(steps, Plain(memory_bytes), 1)
     planned = settled(steps, Planned(memory_bytes, chosen, time_limit), plain.batch if plain else 1)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch import nn
 
 from lowtide.cost.price import with_costs_by_rule
-from lowtide.cost.profile import Progress
 from lowtide.ir.graph import Graph
 from lowtide.planner.batch_family import DoesNotScale, Family, check_same_sizes, family_of, with_costs_of
 from lowtide.planner.largest import largest_that
 from lowtide.planner.ops import StepBudget
 from lowtide.trace.dry_run import Trace
-from lowtide.trace.step import Example, Loss, Updates
+from lowtide.trace.spec import StepSpec
+from lowtide.trace.step import Example, Loss
 
 MOST = 1 << 20  # larger batches are not looked for
 _SMALLEST = 4  # for a single sample, kernels of their own are chosen
@@ -39,35 +38,13 @@ Telling: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Asked:
-    """A step of training on any number of samples."""
+    """A step of training on any number of samples: `spec_of(batch)`."""
 
-    model: nn.Module
-    batch_of: BatchOf
-    loss: Loss | None
-    optimizer: Updates | None
-    accumulate: int
+    spec_of: Callable[[int], StepSpec]
     multiple_of: int
     device: str | torch.device | None
     profile: bool
-    name: str | None
-    progress: Progress | None
     telling: Telling | None
-
-    def given(self, batch: int) -> dict[str, Any]:
-        """What makes a `StepBudget` of that batch."""
-        found = self.batch_of(batch)
-        at = found if isinstance(found, Batch) else Batch(found)
-        return {
-            "model": self.model,
-            "example": at.example,
-            "loss": at.loss or self.loss,
-            "optimizer": self.optimizer,
-            "accumulate": self.accumulate,
-            "device": self.device,
-            "profile": self.profile,
-            "name": self.name,
-            "progress": self.progress,
-        }
 
     @property
     def by_rule(self) -> bool:
@@ -103,22 +80,21 @@ class Steps:
         if self.lines is None:
             return self.captured(batch)
         if batch not in self._made:
-            given = self.lines.small.given
-            self._made[batch] = _Predicted(**given, lines=self.lines, batch=batch)
+            self._made[batch] = _Predicted(self.lines.small.spec, lines=self.lines, batch=batch)
         return self._made[batch]
 
     def captured(self, batch: int) -> StepBudget:
         """The step as it is captured at that batch. Where there are lines, DoesNotScale if it is off them."""
         if batch not in self._real:
             self.asked.tell(f"capturing the step at batch {batch}")
-            given = self._noted(batch)
+            spec = self._noted(batch)
             if self.lines is None:
-                self._real[batch] = _Captured(**given)
+                self._real[batch] = _Captured(spec)
             else:
                 expected = self.predicted(batch)
                 estimated = self.asked.profile and self._is_long(expected)
-                given["profile"] = self.asked.profile and not estimated
-                self._real[batch] = _Captured(**given, expected=expected, estimated=estimated)
+                spec = replace(spec, profile=self.asked.profile and not estimated)
+                self._real[batch] = _Captured(spec, expected=expected, estimated=estimated)
         return self._real[batch]
 
     def _is_long(self, step: StepBudget) -> bool:
@@ -136,7 +112,7 @@ class Steps:
     def _lines_from(self, batch: int, profile: bool) -> _Lines:
         """The lines through a batch and its double."""
         self.asked.tell(f"running the step at batch {batch} and {2 * batch} on fake tensors")
-        small, large = (_Captured(**self._noted(size) | {"profile": profile}) for size in (batch, 2 * batch))
+        small, large = (_Captured(replace(self._noted(size), profile=profile)) for size in (batch, 2 * batch))
         return _Lines(small, large, (batch, 2 * batch), profile and self.asked.by_rule)
 
     def _worth_profiling(self, rough: _Lines, memory_bytes: int) -> int:
@@ -151,9 +127,9 @@ class Steps:
             return rough.batches[0]
         return self.unit * max(_SMALLEST, 1 << part.bit_length() >> 1)
 
-    def _noted(self, batch: int) -> dict[str, Any]:
+    def _noted(self, batch: int) -> StepSpec:
         self.seen.add(batch)
-        return self.asked.given(batch)
+        return self.asked.spec_of(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +138,6 @@ class _Captured(StepBudget):
 
     expected: StepBudget | None = None
     estimated: bool = False
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """What a `StepBudget` is made of."""
-        return {name: getattr(self, name) for name in StepBudget.__dataclass_fields__}
 
     @cached_property
     def plain(self) -> Trace:

@@ -21,7 +21,7 @@ from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, CannotApply, CannotTrace, UnknownMethod
 from lowtide.execute.layer_hooks import apply, set_aside
 from lowtide.ir.graph import Role
-from lowtide.planner.api import Rehearsal
+from lowtide.planner.layers import Rehearsal
 from lowtide.solvers import methods as registered
 from lowtide.solvers import refuse_lowest, schedulers
 from lowtide.solvers.method import Method

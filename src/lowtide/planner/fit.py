@@ -18,6 +18,7 @@ from lowtide.ir.simulate import Category
 from lowtide.text.budget import parse_bytes
 from lowtide.text.units import format_bytes
 from lowtide.trace.dry_run import Trace
+from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import Example, Loss
 from lowtide.trace.training import trace_training
 
@@ -176,14 +177,16 @@ def fit(
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
     trace = trace_training(
-        model,
-        example,
-        loss,
-        optimizer=optimizer,
-        device=device,
-        profile=profile,
-        name=name,
-        progress=progress,
+        StepSpec(
+            model,
+            example,
+            loss,
+            optimizer,
+            device=device,
+            profile=profile,
+            name=name,
+            progress=progress,
+        )
     )
     here = is_here(trace.graph.device)
     return Fit(

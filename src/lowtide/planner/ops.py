@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import nn
 
 from lowtide.aot.step_graph import step_graph
-from lowtide.cost.profile import Progress
 from lowtide.errors import InfeasibleBudget
 from lowtide.execute.apply import set_aside
 from lowtide.execute.identity import fingerprint
@@ -26,23 +24,16 @@ from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
 from lowtide.text.budget import LOWEST, Budget
 from lowtide.trace.dry_run import Trace
-from lowtide.trace.step import Example, Loss, Updates, arguments
+from lowtide.trace.spec import StepSpec
+from lowtide.trace.step import arguments
 from lowtide.trace.training import trace_training
 
 
 @dataclass(frozen=True)
 class StepBudget:
-    """A model, a batch and a step over them, to be planned op by op."""
+    """A step that is planned op by op."""
 
-    model: nn.Module
-    example: Example
-    loss: Loss | None = None
-    optimizer: Updates | None = None
-    accumulate: int = 1
-    device: str | torch.device | None = None
-    profile: bool = True
-    name: str | None = None
-    progress: Progress | None = None
+    spec: StepSpec
 
     def surrounded(self, graph: Graph) -> Graph:
         """`graph` with what is held beside the step all the time: nothing, unless an engine holds some."""
@@ -55,37 +46,18 @@ class StepBudget:
 
     def set_aside(self) -> AbstractContextManager[None]:
         """The plain model while the block runs; afterwards with the plan that it had before, if any."""
-        return set_aside(self.model)
+        return set_aside(self.spec.model)
 
     @cached_property
     def _alone(self) -> Trace:
         with self.set_aside():
-            return trace_training(
-                self.model,
-                self.example,
-                self.loss,
-                optimizer=self.optimizer,
-                device=self.device,
-                profile=self.profile,
-                name=self.name,
-                progress=self.progress,
-            )
+            return trace_training(self.spec)
 
     @cached_property
     def graph(self) -> Graph:
         """The step as it runs op by op."""
         with self.set_aside():
-            graph = step_graph(
-                self.model,
-                self.example,
-                self.loss,
-                self._alone,
-                accumulate=self.accumulate,
-                device=self.device,
-                profile=self.profile,
-                name=self.name,
-                progress=self.progress,
-            )
+            graph = step_graph(self.spec, self._alone)
         return self.surrounded(graph)
 
     @property
@@ -132,13 +104,13 @@ class StepBudget:
 
     def _labelled(self, solution: GraphSolution, budget_bytes: int | None) -> GraphSolution:
         """`solution`, with what is needed to apply it to the model."""
-        args, kwargs = arguments(self.example)
+        args, kwargs = arguments(self.spec.example)
         device = self.graph.device.partition(":")[0]
         return replace(
             solution,
             budget_bytes=budget_bytes,
             plain_peak_bytes=self.plain_peak_bytes,
-            fingerprint=fingerprint(self.model),
-            inputs=circumstances(list(self.model.named_parameters()), args, kwargs, device),
+            fingerprint=fingerprint(self.spec.model),
+            inputs=circumstances(list(self.spec.model.named_parameters()), args, kwargs, device),
             torch_version=torch.__version__.partition("+")[0],
         )

@@ -7,36 +7,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from lowtide.cost.price import with_costs
-from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, LowtideError
 from lowtide.trace.dry_run import Trace, dry_run
-from lowtide.trace.step import CALLS_USERS_CODE, Example, Loss, Updates, optimizer_of, training_step
+from lowtide.trace.spec import StepSpec
+from lowtide.trace.step import CALLS_USERS_CODE, optimizer_of, training_step
 from lowtide.trace.user_lines import OURS, is_users, shortened
 
 
-def trace_training(
-    model: nn.Module,
-    example: Example,
-    loss: Loss | None = None,
-    *,
-    optimizer: Updates | None = None,
-    device: str | torch.device | None = None,
-    profile: bool = True,
-    name: str | None = None,
-    progress: Progress | None = None,
-) -> Trace:
-    """A dry run of the step that `lowtide.fit` describes, with the costs of its ops if `profile`."""
-    updates = optimizer_of(optimizer, model, device)
-    step = training_step(model, example, loss, updates)
-    with empty_gradients(model), blaming_the_users_code():
+def trace_training(spec: StepSpec) -> Trace:
+    """A dry run of a step, with the costs of its ops if they are to be profiled."""
+    updates = optimizer_of(spec.optimizer, spec.model, spec.device)
+    step = training_step(spec.model, spec.example, spec.loss, updates)
+    with empty_gradients(spec.model), blaming_the_users_code():
         trace = dry_run(
-            step, model=model, optimizer=updates, device=device, warmup=0 if updates is None else 1, name=name
+            step,
+            model=spec.model,
+            optimizer=updates,
+            device=spec.device,
+            warmup=0 if updates is None else 1,
+            name=spec.name,
         )
-    return replace(trace, graph=with_costs(trace.graph, progress)) if profile else trace
+    return replace(trace, graph=with_costs(trace.graph, spec.progress)) if spec.profile else trace
 
 
 @contextmanager

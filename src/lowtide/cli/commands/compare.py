@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lowtide.cli.options import budget_option, cutting_options, json_option, plot_option, step_options
-from lowtide.cli.preparing import check_can_draw, default_device, load_model, rehearsed
+from lowtide.cli.preparing import Asked, check_can_draw, default_device, load_model, rehearsed
 from lowtide.cli.quiet import hush_libraries, undisturbed
 from lowtide.text.budget import Budget
 
@@ -65,7 +65,7 @@ def command(
         where = device or default_device()
         with waiting("building the model"):
             setup = load_model(model, sizes, where if measure else "meta")
-        rehearsal = rehearsed(setup, optimizer=optimizer, device=where, profile=profile)
+        rehearsal = rehearsed(Asked(model, sizes, optimizer, where, profile), setup)
         with progress_bar("comparing") as progress:
             comparison = compare(
                 rehearsal,

@@ -1,0 +1,217 @@
+"""Plans of layers, tried out: trace, cut, solve, apply, trace again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from lowtide.chain.chain import Chain
+from lowtide.chain.cuts import Granularity, Step
+from lowtide.chain.plan import Plan
+from lowtide.chain.sizes import chain_of
+from lowtide.cost.profile import Progress
+from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
+from lowtide.execute.apply import set_aside
+from lowtide.execute.identity import described_inputs, fingerprint
+from lowtide.execute.layer_hooks import apply as apply_segments
+from lowtide.ir.graph import Phase, Role
+from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
+from lowtide.solvers import refuse_lowest, solve
+from lowtide.solvers.method import Method
+from lowtide.solvers.solution import Confirmation, Solution
+from lowtide.text.budget import Budget
+from lowtide.trace.dry_run import Trace
+from lowtide.trace.spec import StepSpec
+from lowtide.trace.step import Example, Loss, Updates, arguments
+from lowtide.trace.training import trace_training
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A model, a batch and a step over them: everything that plans for it are made and tried with.
+
+    The plain step is traced once, and each plan is tried once, whatever is asked afterwards.
+    """
+
+    model: nn.Module
+    example: Example
+    loss: Loss | None = None
+    optimizer: Updates | None = None
+    device: str | torch.device | None = None
+    profile: bool = True
+    name: str | None = None
+    progress: Progress | None = None
+    _tried: dict[tuple[tuple[int, ...], Plan], Confirmation] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @classmethod
+    def of(cls, spec: StepSpec, **more: Any) -> Self:
+        """A rehearsal of that step; `more` is what a kind of rehearsal wants besides."""
+        assert spec.accumulate == 1, "plans of layers know nothing of earlier gradients"
+        return cls(
+            spec.model,
+            spec.example,
+            spec.loss,
+            spec.optimizer,
+            spec.device,
+            spec.profile,
+            spec.name,
+            spec.progress,
+            **more,
+        )
+
+    @property
+    def spec(self) -> StepSpec:
+        """The step that is rehearsed."""
+        return StepSpec(
+            self.model,
+            self.example,
+            self.loss,
+            self.optimizer,
+            device=self.device,
+            profile=self.profile,
+            name=self.name,
+            progress=self.progress,
+        )
+
+    @cached_property
+    def plain(self) -> Trace:
+        """The step as it is without a plan."""
+        return self._trace(None)
+
+    def chain(
+        self, granularity: str | Granularity = Granularity.LAYER, modules: Collection[str] | None = None
+    ) -> Chain:
+        """The chain view of the plain step."""
+        trace = self.plain
+        step = Step(trace.graph, trace.schedule, trace.calls, trace.forward_ops)
+        args, kwargs = arguments(self.example)
+        return replace(
+            chain_of(step, granularity_named(granularity), modules),
+            inputs=described_inputs(args, kwargs),
+            fingerprint=fingerprint(self.model),
+        )
+
+    def confirmed(self, solution: Solution) -> Solution:
+        """`solution` with its confirmation."""
+        return replace(solution, confirmation=self.confirm(solution))
+
+    def confirm(self, solution: Solution) -> Confirmation:
+        """What a dry run of the model under `solution`'s plan shows.
+
+        Raises:
+            CannotApply: the model cannot be recomputed as planned.
+        """
+        tried = (solution.chain.places, solution.plan)
+        if tried not in self._tried:
+            self._tried[tried] = self._confirmation(self.under(solution))
+        return self._tried[tried]
+
+    def under(self, solution: Solution) -> Trace:
+        """The step as it is under `solution`'s plan.
+
+        Raises:
+            CannotApply: the model cannot be recomputed as planned.
+        """
+        try:
+            trace = self._trace(solution)
+        except BadRequest as error:
+            if not isinstance(error.__cause__, CheckpointError):
+                raise
+            raise CannotApply(
+                "running a part of the model again does not save what it saved before: "
+                f"{str(error.__cause__).splitlines()[0]}\n"
+                "Something in its forward depends on more than its inputs, or a custom autograd function "
+                "is called outside of any module: put it into one."
+            ) from error
+        _refuse_changes_made_twice(trace)
+        return trace
+
+    def _confirmation(self, trace: Trace) -> Confirmation:
+        # What reads nothing recomputes nothing: memory that is only taken.
+        recomputed = [op for op in trace.graph.ops if op.phase is Phase.RECOMPUTE and op.reads]
+        return Confirmation(
+            peak_bytes=_peak_bytes(trace),
+            recomputed_ops=len(recomputed),
+            extra_seconds=sum(op.seconds for op in recomputed),
+            plain_peak_bytes=_peak_bytes(self.plain),
+            plain_seconds=sum(op.seconds for op in self.plain.graph.ops),
+        )
+
+    def solve(self, chain: Chain, method: str | Method, budget: str | int | None = None) -> Solution:
+        """A plan within the budget, tried out: the dry run of the model under it stays within it too.
+
+        On CUDA it stays a hundredth below: see `lowtide.planner.promise`.
+
+        Raises:
+            InfeasibleBudget: no plan of this method fits.
+        """
+        return self.within(chain, method, Budget.parse(budget))
+
+    def within(self, chain: Chain, method: str | Method, budget: Budget) -> Solution:
+        """The same, for a budget that has been read."""
+        refuse_lowest(budget)
+        wanted = self.bytes_of(budget)
+        if wanted is None:
+            return self.confirmed(solve(chain, method))
+        found = solved_within(
+            wanted,
+            lambda aim: self.confirmed(solve(chain, method, aim)),
+            self._promised,
+            lambda least: self._refusal(least, wanted),
+        )
+        return replace(found, budget_bytes=wanted)
+
+    def bytes_of(self, budget: Budget) -> int | None:
+        """The bytes that a budget allows; None without one."""
+        return budget.bytes_of(lambda: _peak_bytes(self.plain))
+
+    def _promised(self, solution: Solution) -> int:
+        """What a budget must hold for `solution` to be safe."""
+        peak_bytes = self.confirm(solution).peak_bytes
+        return promised_bytes(peak_bytes, self.plain.timeline.resident_bytes, self.plain.graph.device)
+
+    def _refusal(self, least: Solution, wanted: int) -> InfeasibleBudget:
+        running = least.timeline.peak_op
+        needed_by = "what is always there" if running is None else running.module
+        return InfeasibleBudget(least.method, wanted, self._promised(least), needed_by)
+
+    def _trace(self, solution: Solution | None) -> Trace:
+        """A dry run of the step under a plan, or of the plain one."""
+        with set_aside(self.model):
+            if solution is not None:
+                apply_segments(self.model, solution)
+            return trace_training(self.spec)
+
+
+def _peak_bytes(trace: Trace) -> int:
+    return allocated_bytes(trace.graph, trace.schedule, trace.peak_bytes)
+
+
+def granularity_named(name: str) -> Granularity:
+    """How finely to cut. Raises BadRequest where nothing goes by that name."""
+    try:
+        return Granularity(name)
+    except ValueError:
+        raise BadRequest(
+            f"there is no granularity '{name}'; it is one of {', '.join(Granularity)}."
+        ) from None
+
+
+def _refuse_changes_made_twice(trace: Trace) -> None:
+    values = trace.graph.values
+    users = {value for value in trace.graph.resident if values[value].role is not Role.INTERMEDIATE}
+    for op in trace.graph.ops:
+        changed = users.intersection(op.mutates) if op.phase is Phase.RECOMPUTE else ()
+        for value in changed:
+            raise CannotApply(
+                f"recomputing {op.label} would change {values[value].name} a second time. "
+                "Move that change into a module of its own, so that it can be done once."
+            )

@@ -4,7 +4,10 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-all style types lint docs format clean
+TORCH  ?=
+OTHER  := .venv-torch-$(TORCH)
+
+.PHONY: demo test test-all test-torch style types lint docs format clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -16,6 +19,14 @@ test: $(READY) style
 # What CI runs.
 test-all: $(READY) style
 	$(call checked,)
+
+# All tests with another release of torch, in an environment of its own: make test-torch TORCH=2.12.1. Not part of CI's
+# usual run. torch goes in last, whatever the package admits: to see what a release that it does not admit yet changes.
+test-torch:
+	$(if $(TORCH),,$(error which release of torch? make test-torch TORCH=2.12.1))
+	$(MAKE) $(OTHER)/.ready VENV=$(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet "torch==$(TORCH)"
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n 2 --dist worksteal
 
 # mypy runs beside the tests, and what it finds is printed after them. Two processes of one thread each: on two cores that takes half the time of one process of two. The one that has
 # nothing left takes over from the other, and takes neighbours: fixtures are made once or twice, no file is waited for.
@@ -53,4 +64,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache

@@ -23,6 +23,7 @@ from lowtide.planner.layers import Rehearsal
 from lowtide.solvers.solution import Solution, Status
 from lowtide.trace.step import Example, training_step
 from tests.helpers.effort import long_but
+from tests.helpers.narrowed import narrowed
 
 TINY: dict[str, dict[str, int]] = {
     "alexnet": {"batch": 8, "image": 96},
@@ -42,7 +43,7 @@ def _own_cost_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
 def rehearsal_of(name: str, *, profile: bool = False) -> Rehearsal:
     torch.manual_seed(0)
     work = zoo.workload(name, zoo.Sizes(**TINY[name]))
-    return Rehearsal(work.model, work.kwargs or work.args, work.loss, profile=profile)
+    return Rehearsal(narrowed(work.model), work.kwargs or work.args, work.loss, profile=profile)
 
 
 # The referee: the allocator -----------------------------------------------------------------------------

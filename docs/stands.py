@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ WAYS: Mapping[str, str] = {
     "lowtide, within own checkpointing's peak": "lowtide, within that checkpointing's peak",
     "lowtide, lowest": "lowtide, lowest",
 }
+EARLIER = "\n† measured in an earlier run, in the same way."
 FAILURES: Mapping[str, str] = {"InfeasibleBudget": "does not fit", "OutOfMemoryError": "out of memory"}
 
 
@@ -39,34 +40,43 @@ def table(document: Json) -> str:
     lines = [f"| MiB / ms | {' | '.join(models)} |", f"|---|{'--:|' * len(models)}"]
     for way, words in WAYS.items():
         lines.append(f"| {words} | {' | '.join(column.get(way, '–') for column in columns)} |")
-    return "\n".join([*lines, "", *_source(document["machine"])])
+    earlier = (
+        " † measured in an earlier run, in the same way." if any(row.get("before") for row in rows) else ""
+    )
+    return "\n".join([*lines, "", _source(document["machine"]) + earlier])
 
 
 def _column(rows: Sequence[Json]) -> dict[str, str]:
     """The cells of one model."""
     measured = [row for row in rows if "peak_bytes" in row]
     least = {key: min(row[key] for row in measured) for key in ("peak_bytes", "ms")}
-    return {row["label"]: _cell(row, least) for row in rows}
+    failed = [row for row in rows if "error" in row]
+    return {row["label"]: _cell(row, least) for row in (*failed, *measured)}
 
 
 def _cell(row: Json, least: Mapping[str, float]) -> str:
     if "error" in row:
         return FAILURES.get(row["failure"], "failed")
     figures = {"peak_bytes": f"{row['peak_bytes'] / 2**20:,.0f}", "ms": f"{row['ms']:,.0f}"}
-    return " / ".join(f"**{text}**" if row[key] == least[key] else text for key, text in figures.items())
+    mark = " †" if row.get("before") else ""
+    return (
+        " / ".join(f"**{text}**" if row[key] == least[key] else text for key, text in figures.items()) + mark
+    )
 
 
-def _source(machine: Json) -> Iterator[str]:
+def _source(machine: Json) -> str:
     path = newest().with_suffix(".md").relative_to(BENCHMARKS.parent)
-    yield (
-        f"One step: forward, loss, backward. {machine['device']}, torch {machine['torch']}, "
-        f"{machine['date']}; [every row, what the ways are, and the command]({path})."
+    where = f"{machine['device']}, torch {machine['torch']}, {machine['date']}"
+    return (
+        f"One step: forward, loss, backward. {where};\n"
+        f"[every row, what the ways are, and the command]({path})."
     )
 
 
 def sentence(document: Json) -> str:
     """What one line of code did to a model of today."""
-    found = {row["label"]: row for row in document["rows"] if row["subject"].startswith("convnext_base")}
+    rows = [row for row in document["rows"] if "peak_bytes" in row]
+    found = {row["label"]: row for row in rows if row["subject"].startswith("convnext_base")}
     eager, own, same, lowest = (
         f"{found[way]['peak_bytes'] / 2**20:,.0f} MiB in {found[way]['ms']:.0f} ms"
         for way in (

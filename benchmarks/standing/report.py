@@ -40,6 +40,7 @@ MEANINGS = {
     "budget 0.5": "`torch._functorch.config.activation_memory_budget`",
     "lowtide": 'plans of ops, with PyTorch\'s own kernels; `lowest` is `budget="min"`',
 }
+BEFORE = "† measured in an earlier run, in the same way on the same kind of machine, at the row's own commit."
 
 
 def report(document: Json, output: Path) -> None:
@@ -69,12 +70,15 @@ def names(rows: Sequence[Json]) -> list[str]:
 
 def overview(rows: Sequence[Json]) -> Iterator[str]:
     """MiB / ms of every way, a column for each model."""
-    found = {(row["subject"], row["label"]): row for row in rows}
+    found = {(row["subject"], row["label"]): row for row in sorted(rows, key=lambda row: "error" not in row)}
     columns = names(rows)
     yield from table(
         ["MiB / ms", *columns],
         [[way, *(cell(found.get((name, way))) for name in columns)] for way in WAYS],
     )
+    if any(row.get("before") for row in rows):
+        yield BEFORE
+        yield ""
 
 
 def cell(row: Json | None) -> str:
@@ -85,7 +89,12 @@ def cell(row: Json | None) -> str:
         return {"InfeasibleBudget": "does not fit", "OutOfMemoryError": "out of memory"}.get(
             row["failure"], "failed"
         )
-    return f"{row['peak_bytes'] / 2**20:,.0f} / {row['ms']:,.0f}"
+    return f"{row['peak_bytes'] / 2**20:,.0f} / {row['ms']:,.0f}{mark(row)}"
+
+
+def mark(row: Json) -> str:
+    """† behind what is of an earlier run."""
+    return " †" if row.get("before") else ""
 
 
 def details(name: str, rows: Sequence[Json]) -> Iterator[str]:
@@ -108,14 +117,14 @@ def details(name: str, rows: Sequence[Json]) -> Iterator[str]:
 def cells(row: Json) -> list[str]:
     planned = "predicted_bytes" in row
     return [
-        row["label"],
+        row["label"] + mark(row),
         _mib(row["peak_bytes"]),
         _mib(row["reserved_bytes"]) if "reserved_bytes" in row else "–",
         f"{row['ms']:,.1f}",
         _mib(row["predicted_bytes"]) if planned else "–",
         str(row["recomputed_ops"]) if planned else "–",
         f"{row['planning_seconds']:.1f}" if planned else "–",
-        f"{row['first_seconds']:.1f}",
+        f"{row['first_seconds']:.1f}" if "first_seconds" in row else "–",
     ]
 
 

@@ -296,6 +296,8 @@ def test_the_table_of_where_lowtide_stands_tells_the_rows_as_they_are(
         {**row, "label": "eager", "peak_bytes": 3000 << 20, "ms": 7.0},
         {**row, "label": "lowtide, lowest", "peak_bytes": 2 << 20, "ms": 12.4},
         {**row, "label": "own checkpointing", "error": "no", "failure": "InfeasibleBudget"},
+        {**row, "label": "torch.compile, budget 0.5", "peak_bytes": 4 << 20, "ms": 8.0, "before": True},
+        {**row, "label": "torch.compile, budget 0.5", "error": "no", "failure": "ProcessEnded"},
     ]
     machine = {"device": "A GPU", "torch": "2.13", "date": "2026-01-02"}
     found = stands.table({"rows": rows, "machine": machine})
@@ -303,6 +305,8 @@ def test_the_table_of_where_lowtide_stands_tells_the_rows_as_they_are(
     assert "\n| lowtide, lowest | **2** / 12 |\n" in found
     assert "\n| the library's own checkpointing | does not fit |\n" in found
     assert "\n| `torch.compile` | – |\n" in found
+    assert "memory budget at 0.5 | 4 / 8 † |\n" in found
+    assert found.endswith("† measured in an earlier run, in the same way.")
     assert "A GPU, torch 2.13, 2026-01-02" in found
     assert "(benchmarks/any/standing-2026-01-02.md)" in found
 

@@ -356,6 +356,36 @@ def test_a_loss_outside_of_the_model_is_counted() -> None:
     assert_same(model, plain)
 
 
+class Regularised(nn.Module):
+    """Leaves a part of the loss on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.penalty: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        self.penalty = hidden.square().mean()
+        found: torch.Tensor = self.second(hidden)
+        return found
+
+    def loss(self, output: torch.Tensor) -> torch.Tensor:
+        assert self.penalty is not None
+        return output.square().mean() + self.penalty
+
+
+def test_a_loss_may_read_what_the_forward_has_left_on_the_model() -> None:
+    model, plain, x = Regularised(), Regularised(), torch.randn(4, 8)
+    solution = lowtide.plan(model, (x,), loss=model.loss, budget="min")
+    assert model.penalty is None
+    lowtide.apply(model, solution)
+    trained(model, x, loss=model.loss)()
+    trained(plain, x, loss=plain.loss)()
+    assert_same(model, plain)
+
+
 def test_graphs_between_breaks_share_one_budget() -> None:
     model, plain = small(broken=True, depth=5), small(broken=True, depth=5)
     step = StepBudget(StepSpec(model, (IMAGES, LABELS)))

@@ -22,7 +22,7 @@ WAYS: Mapping[str, str] = {
     "lowtide, within own checkpointing's peak": "lowtide, within that checkpointing's peak",
     "lowtide, lowest": "lowtide, lowest",
 }
-EARLIER = "\n† measured in an earlier run, in the same way."
+EARLIER = "† measured in an earlier run, in the same way."
 FAILURES: Mapping[str, str] = {"InfeasibleBudget": "does not fit", "OutOfMemoryError": "out of memory"}
 
 
@@ -40,10 +40,8 @@ def table(document: Json) -> str:
     lines = [f"| MiB / ms | {' | '.join(models)} |", f"|---|{'--:|' * len(models)}"]
     for way, words in WAYS.items():
         lines.append(f"| {words} | {' | '.join(column.get(way, '–') for column in columns)} |")
-    earlier = (
-        " † measured in an earlier run, in the same way." if any(row.get("before") for row in rows) else ""
-    )
-    return "\n".join([*lines, "", _source(document["machine"]) + earlier])
+    earlier = [EARLIER] if any(row.get("before") for row in rows) else []
+    return "\n".join([*lines, "", _source(document["machine"]), *earlier])
 
 
 def _column(rows: Sequence[Json]) -> dict[str, str]:
@@ -58,10 +56,8 @@ def _cell(row: Json, least: Mapping[str, float]) -> str:
     if "error" in row:
         return FAILURES.get(row["failure"], "failed")
     figures = {"peak_bytes": f"{row['peak_bytes'] / 2**20:,.0f}", "ms": f"{row['ms']:,.0f}"}
-    mark = " †" if row.get("before") else ""
-    return (
-        " / ".join(f"**{text}**" if row[key] == least[key] else text for key, text in figures.items()) + mark
-    )
+    shown = (f"**{text}**" if row[key] == least[key] else text for key, text in figures.items())
+    return " / ".join(shown) + (" †" if row.get("before") else "")
 
 
 def _source(machine: Json) -> str:

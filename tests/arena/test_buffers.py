@@ -107,6 +107,7 @@ def test_every_birth_is_in_one_buffer_and_live_while_the_schedule_says_so(
         if isinstance(step, Free):
             alive.pop(step.value, None)
         else:
+            assert isinstance(step, Compute)
             for value in graph.ops[step.op].creates:
                 if graph.values[value].device == graph.device:
                     alive[value] = times[value] = times.get(value, -1) + 1

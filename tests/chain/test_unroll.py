@@ -12,7 +12,7 @@ from lowtide.chain.chain import Chain
 from lowtide.chain.plan import Plan, Segment
 from lowtide.chain.unroll import replay, unrolled_graph, unrolled_schedule
 from lowtide.errors import BadRequest
-from lowtide.ir.schedule import Compute
+from lowtide.ir.schedule import Compute, Free
 from lowtide.solvers.chains.exhaustive import nested_plans
 from tests.helpers.chains import chains
 from tests.helpers.effort import examples
@@ -35,6 +35,7 @@ def story(chain: Chain, plan: Plan) -> str:
             kind = op.target.removeprefix("chain.").removesuffix(".default")
             told.append("L" if kind == "loss" else LETTERS[kind] + op.module.removeprefix("layer "))
             continue
+        assert isinstance(step, Free)
         name = graph.values[step.value].name
         if name == "gradient of the loss":
             told.append(f"-g{len(chain)}")

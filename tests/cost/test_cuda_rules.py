@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.cost.cuda_rules import cuda_rules, price
 from lowtide.ir.graph import Graph, Op, Origin, Phase, Ref, Role, Tensor, Value
-from lowtide.ir.schedule import Free
+from lowtide.ir.schedule import Compute, Free
 from lowtide.ir.simulate import Category
 from lowtide.trace.dry_run import Trace, dry_run
 from tests.helpers.handmade import Drawing
@@ -57,10 +57,11 @@ def kept_for_backward(trace: Trace) -> list[tuple[str, int]]:
     for step in trace.schedule:
         if isinstance(step, Free):
             alive = [value for value in alive if value != step.value]
-        elif trace.graph.ops[step.op].phase is Phase.BACKWARD:
+            continue
+        assert isinstance(step, Compute)
+        if trace.graph.ops[step.op].phase is Phase.BACKWARD:
             break
-        else:
-            alive += trace.graph.ops[step.op].creates
+        alive += trace.graph.ops[step.op].creates
     return [(trace.graph.values[value].name, trace.graph.values[value].bytes) for value in alive]
 
 

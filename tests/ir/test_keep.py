@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Graph, Phase, Ref, Role
 from lowtide.ir.keep import droppable, forward_values, keep_only, segments
-from lowtide.ir.schedule import Compute, Schedule, straight
+from lowtide.ir.schedule import Compute, Free, Schedule, straight
 from lowtide.ir.simulate import simulate
 from tests.helpers.effort import examples
 from tests.helpers.forwards import row, shaped, strange, there_and_back
@@ -176,6 +176,7 @@ def test_what_is_not_kept_is_gone_when_the_backward_begins_or_in_its_first_segme
         if isinstance(step, Compute):
             alive.update(graph.ops[step.op].creates)
         else:
+            assert isinstance(step, Free)
             alive.remove(step.value)
     held = [part for part in segments(graph, kept) if any(alive & {*graph.ops[op].creates} for op in part)]
     reads = {graph.creator.get(value) for value in graph.ops[turn].reads}

@@ -38,6 +38,7 @@ def run_on_symbols(graph: Graph, plan: Sequence[Step], names: dict[Hashable, str
             if isinstance(step, Free):
                 del contents[step.value]
                 continue
+            assert isinstance(step, Compute)
             op = graph.ops[step.op]
             inputs = tuple(contents[v] for v in sorted({*op.reads, *op.mutates} - set(op.creates)))
             draw = len(seen.get(op.id, ())) if op.random else 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lowtide.chain.chain import Chain
 from lowtide.chain.plan import Plan, Segment
 from lowtide.chain.unroll import replay, unrolled_graph, unrolled_schedule
-from lowtide.ir.schedule import Compute
+from lowtide.ir.schedule import Compute, Free
 from lowtide.solvers.chains.chen import ChenGreedy, ChenRecursive, ChenSqrt, equal_cuts
 from lowtide.solvers.solution import Status
 from tests.helpers.chains import chains
@@ -36,6 +36,7 @@ def steps(chain: Chain, plan: Plan) -> str:
             letter = {"chain.forward.default": "F", "chain.backward.default": "B"}.get(op.target)
             name = op.module
         else:
+            assert isinstance(step, Free)
             name = graph.values[step.value].name
             letter = "-S" if name.startswith("saved") else "-x" if name.startswith("tensor") else None
         if letter is not None:

@@ -453,6 +453,7 @@ def test_a_value_is_freed_right_after_an_op_that_touches_it(graph: Graph) -> Non
         if isinstance(step, Compute):
             running = graph.ops[step.op]
         else:
+            assert isinstance(step, Free)
             assert running is not None
             assert step.value in (*running.reads, *running.mutates, *running.creates)
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import BadFile, MalformedGraph
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol
-from lowtide.ir.schedule import Compute, Free, Schedule, Step, straight
+from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step, straight
 from lowtide.ir.validate import validate
 from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
 from lowtide.solvers.solution import GraphSolution, Status
@@ -41,13 +41,18 @@ def to_the_last_bit(graph: Graph) -> tuple[str, list[int]]:
 
 @functools.cache
 def fields_of(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind) if is_dataclass(kind) else {}
+    if not is_dataclass(kind):
+        return {}
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def fits(thing: Any, hint: Any) -> bool:
     """Whether `thing` is, to every depth, exactly of the type its annotation promises."""
     if isinstance(hint, str | typing.ForwardRef):
         return fits(thing, Arg)  # the only type that names itself
+    if hint is Step:
+        return any(fits(thing, kind) for kind in KINDS.values())
     inner = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return any(fits(thing, choice) for choice in inner)
@@ -69,6 +74,8 @@ def test_the_type_check_itself_tells_types_apart() -> None:
     assert not fits(replace(op, reads=listed), Op)
     assert not fits(replace(op, args=((listed,),)), Op)
     assert not fits(replace(chain(), outputs=listed), Graph)
+    assert fits(steps(0, "f1"), Schedule)
+    assert not any(fits(Schedule((Compute(wrong),)), Schedule) for wrong in strange)
 
 
 # By hand --------------------------------------------------------------------------------------------
@@ -278,14 +285,15 @@ def test_a_foreign_file_is_refused_with_the_reason(content: bytes, reason: str, 
     assert (refusal.value.path, refusal.value.reason) == (str(path), reason)
 
 
-@pytest.mark.parametrize("schema", ["0", "2", "true", "1.0", '"1"', "null", "[]"])
+@pytest.mark.parametrize("schema", ["0", "3", "true", "1.0", '"1"', "null", "[]"])
 def test_a_file_of_another_schema_is_refused_with_advice(schema: str, tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     path.write_text(f'{{"lowtide": "graph", "schema": {schema}, "graph": {{}}}}')
     with pytest.raises(BadFile) as refusal:
         load_graph(path)
     assert refusal.value.reason == (
-        f"it has schema {json.loads(schema)!r}; this lowtide reads schema 1. Write it again with this version"
+        f"it has schema {json.loads(schema)!r}; this lowtide reads schema 1 or 2. "
+        "Write it again with this version"
     )
 
 

@@ -26,6 +26,7 @@ from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.errors import CannotApply
 from lowtide.ir.graph import Graph, Op, Phase
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
+from lowtide.ir.walk import walk
 from lowtide.trace.graph_builder import target_name
 
 aten = torch.ops.aten
@@ -155,11 +156,18 @@ class _Half:
 
     def do(self, step: Step) -> None:
         """Write down one step of the schedule."""
-        if isinstance(step, Free):
-            for node in self.part.members[step.value]:
-                self.env.pop(node, None)
-            return
-        op = self.part.graph.ops[step.op]
+        match step:
+            case Compute(op):
+                self._compute(self.part.graph.ops[op])
+            case Free(value):
+                for node in self.part.members[value]:
+                    self.env.pop(node, None)
+            case _:
+                raise CannotApply(
+                    f"the schedule has a step of kind '{step.kind}', which no code can be written for"
+                )
+
+    def _compute(self, op: Op) -> None:
         node = self.part.node_of[op.id]
         again = bool(op.updates) and op.id in self._done
         args = without_updates(node) if again else node.args
@@ -263,18 +271,18 @@ def _steps_of(graph: Graph, schedule: Schedule, section: int) -> tuple[list[Step
     current = halves[Phase.FORWARD]
     waiting: list[Step] = []
     done: set[int] = set()
-    for step in schedule:
-        if isinstance(step, Compute):
-            if graph.ops[step.op].section != section:
-                continue
+    for _, step, op, born, died in walk(graph, schedule):
+        if op is None:
+            makers = (graph.ops[graph.creator[value]] for value in (*born, *died) if value in graph.creator)
+            if any(maker.section == section for maker in makers):
+                (waiting or current).append(step)
+        elif op.section == section:
             waiting.append(step)
-            if step.op not in done:
-                done.add(step.op)
-                current = halves[graph.ops[step.op].phase]
+            if op.id not in done:
+                done.add(op.id)
+                current = halves[op.phase]
                 current.extend(waiting)
                 waiting.clear()
-        elif step.value in graph.creator and graph.ops[graph.creator[step.value]].section == section:
-            (waiting or current).append(step)
     for steps in halves.values():
         while steps and isinstance(steps[-1], Free):
             steps.pop()

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from lowtide.arena.in_place import TakeOver
 from lowtide.ir.graph import Graph
-from lowtide.ir.schedule import Free, Schedule
+from lowtide.ir.schedule import Schedule
+from lowtide.ir.walk import walk
 
 CUDA_ALIGNMENT = 512  # what PyTorch's CUDA allocator aligns to; libraries choose their kernels by less
 CPU_ALIGNMENT = 64  # what PyTorch's CPU allocator aligns to: a cache line, the widest vector
@@ -96,13 +97,12 @@ class _Ledger:
         self.holding: dict[int, int] = {}  # the buffer that each live value is in
 
     def read(self, schedule: Schedule) -> tuple[Buffer, ...]:
-        for position, step in enumerate(schedule):
-            if isinstance(step, Free):
-                self.close(step.value, position)
-                continue
-            for value in self.graph.ops[step.op].creates:
+        for event in walk(self.graph, schedule):
+            for value in event.born:
                 if self.graph.values[value].device == self.graph.device:
-                    self.bear(value, position)
+                    self.bear(value, event.position)
+            for value in event.died:
+                self.close(value, event.position)
         for value in tuple(self.holding):
             self.close(value, len(schedule))
         return tuple(

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lowtide.ir.graph import Graph, Op, Ref, Tensor, argument_tensors
-from lowtide.ir.schedule import Free, Schedule
+from lowtide.ir.schedule import Schedule
 from lowtide.ir.validate import item_bytes
+from lowtide.ir.walk import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +202,12 @@ def _computes(graph: Graph, schedule: Schedule) -> Iterator[tuple[int, Op, set[i
     """Every compute: its position, its op, and what is freed after it and before the next."""
     freed: set[int] = set()
     waiting: tuple[int, Op] | None = None
-    for position, step in enumerate(schedule):
-        if isinstance(step, Free):
-            freed.add(step.value)
-            continue
-        if waiting is not None:
-            yield *waiting, freed
-        waiting, freed = (position, graph.ops[step.op]), set()
+    for event in walk(graph, schedule):
+        if event.op is not None:
+            if waiting is not None:
+                yield *waiting, freed
+            waiting, freed = (event.position, event.op), set()
+        freed.update(event.died)
     if waiting is not None:
         yield *waiting, freed
 
@@ -216,14 +216,12 @@ def _readers(graph: Graph, schedule: Schedule) -> dict[int, dict[int, int]]:
     """For each compute, by position, and each value that it reads: the next op to do so in the same life."""
     following: dict[int, int] = {}
     found: dict[int, dict[int, int]] = {}
-    for position in reversed(range(len(schedule))):
-        step = schedule.steps[position]
-        if isinstance(step, Free):
+    for event in reversed(list(walk(graph, schedule))):
+        if (op := event.op) is None:
             continue  # whoever reads it after that reads what was made again
-        op = graph.ops[step.op]
         touched = dict.fromkeys((*op.reads, *op.mutates))
-        found[position] = {value: following[value] for value in touched if value in following}
-        following.update(dict.fromkeys(touched, step.op))
+        found[event.position] = {value: following[value] for value in touched if value in following}
+        following.update(dict.fromkeys(touched, op.id))
         for value in op.creates:
             following.pop(value, None)
     return found

@@ -19,8 +19,9 @@ from lowtide.arena.in_place import overwritable, take_overs
 from lowtide.arena.pack import pack
 from lowtide.errors import ArenaTooSmall, BadRequest, IllegalLayout
 from lowtide.ir.graph import Graph, Op
-from lowtide.ir.schedule import Compute, Free, Schedule, straight
+from lowtide.ir.schedule import Event, Schedule, straight
 from lowtide.ir.simulate import simulate
+from lowtide.ir.walk import walk
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ def lay_out(
 
 
 def _too_small(graph: Graph, schedule: Schedule, layout: Layout, asked: int, fullest: int) -> ArenaTooSmall:
-    step = schedule.steps[fullest]
-    assert isinstance(step, Compute)  # live bytes grow at computes only
+    fullest_at = schedule.steps[fullest].event(graph, fullest)
     out = next(
         buffer
         for buffer, offset in zip(layout.buffers, layout.offsets, strict=True)
@@ -116,12 +116,16 @@ def _too_small(graph: Graph, schedule: Schedule, layout: Layout, asked: int, ful
         asked_bytes=asked,
         needed_bytes=layout.arena_bytes,
         lower_bound_bytes=layout.lower_bound_bytes,
-        fullest_op=_named(graph.ops[step.op]),
+        fullest_op=_named(fullest_at),
         unplaced=f"'{graph.values[out.births[0].value].name}' ({out.bytes} bytes)",
     )
 
 
-def _named(op: Op) -> str:
+def _named(event: Event) -> str:
+    return f"a step of kind '{event.step.kind}'" if event.op is None else _op_named(event.op)
+
+
+def _op_named(op: Op) -> str:
     return f"op {op.id} ({op.label})"
 
 
@@ -141,11 +145,10 @@ def check(graph: Graph, schedule: Schedule, layout: Layout) -> None:
             lower bound, is not what the replay finds.
     """
     referee = _Referee(graph, schedule, layout)
-    for position, step in enumerate(schedule):
-        if isinstance(step, Free):
-            referee.free(position, step.value)
-        else:
-            referee.compute(position, graph.ops[step.op])
+    for event in walk(graph, schedule):
+        referee.bear(event)
+        for value in event.died:
+            referee.free(event.position, value)
     referee.finish()
 
 
@@ -164,10 +167,10 @@ class _Referee:
         self.span: dict[int, tuple[int, int]] = {}  # of each buffer, as found
         self.live_bytes = self.most_bytes = 0
 
-    def compute(self, position: int, op: Op) -> None:
-        for value in op.creates:
+    def bear(self, event: Event) -> None:
+        for value in event.born:
             if self.graph.values[value].device == self.graph.device:
-                self._bear(position, op, value)
+                self._bear(event, value)
         self.most_bytes = max(self.most_bytes, self.live_bytes)
 
     def free(self, position: int, value: int) -> None:
@@ -193,17 +196,20 @@ class _Referee:
                 f"the replay finds at most {self.most_bytes} bytes live at once"
             )
 
-    def _bear(self, position: int, op: Op, value: int) -> None:
+    def _bear(self, event: Event, value: int) -> None:
+        position = event.position
         birth = Birth(value, self.times.get(value, 0))
         self.times[value] = birth.time + 1
         number = self.seat.get(birth)
         if number is None:
-            raise IllegalLayout(f"{self._name(birth)}, made by {_named(op)} at step {position}, has no place")
+            raise IllegalLayout(
+                f"{self._name(birth)}, made by {_named(event)} at step {position}, has no place"
+            )
         self._check_place(birth, number)
         if (source := self.before.get(birth)) is not None:
-            self._check_take_over(position, op, birth, source)
+            self._check_take_over(event, birth, source)
             self._leave(source, position)
-        self._enter(position, op, birth, number)
+        self._enter(event, birth, number)
 
     def _check_place(self, birth: Birth, number: int) -> None:
         offset, size = self.layout.offsets[number], self.layout.buffers[number].bytes
@@ -221,12 +227,13 @@ class _Referee:
                 f"{self.layout.arena_bytes} bytes"
             )
 
-    def _check_take_over(self, position: int, op: Op, birth: Birth, source: Birth) -> None:
-        """`birth`, made by `op`, claims to be written over `source`."""
-        what = f"{_named(op)} at step {position} writes {self._name(birth)} over {self._name(source)}, "
+    def _check_take_over(self, event: Event, birth: Birth, source: Birth) -> None:
+        """`birth`, made at `event`, claims to be written over `source`."""
+        position, op = event.position, event.op
+        what = f"{_named(event)} at step {position} writes {self._name(birth)} over {self._name(source)}, "
         if self.alive.get(source.value) != source:
             raise IllegalLayout(f"{what}which is not alive then")
-        if source.value not in overwritable(self.graph, op):
+        if op is None or source.value not in overwritable(self.graph, op):
             raise IllegalLayout(
                 f"{what}which it cannot: it must read each element before it writes the same one, and both "
                 f"must be of equal size ({self._bytes(source)} and {self._bytes(birth)} bytes) and shape"
@@ -237,12 +244,13 @@ class _Referee:
         if touched is None:
             raise IllegalLayout(f"{what}which outlives the step ({self._bytes(source)} bytes)")
         if touched[0] > position:
-            reader = _named(self.graph.ops[touched[1]])
+            reader = _op_named(self.graph.ops[touched[1]])
             raise IllegalLayout(
                 f"{what}which {reader} reads later, at step {touched[0]} ({self._bytes(source)} bytes)"
             )
 
-    def _enter(self, position: int, op: Op, birth: Birth, number: int) -> None:
+    def _enter(self, event: Event, birth: Birth, number: int) -> None:
+        position = event.position
         offset, size = self.layout.offsets[number], self.layout.buffers[number].bytes
         self.alive[birth.value] = birth
         self.live_bytes += size
@@ -257,7 +265,7 @@ class _Referee:
                 raise IllegalLayout(
                     f"{self._name(birth)} at {offset} to {entry[1]} and {other} at {low} to {high} overlap "
                     f"by {min(high, entry[1]) - max(low, offset)} bytes, and both are alive at step "
-                    f"{position}, {_named(op)}"
+                    f"{position}, {_named(event)}"
                 )
         self.floor.insert(here, entry)
 
@@ -301,15 +309,11 @@ def _last_touches(graph: Graph, schedule: Schedule) -> dict[Birth, tuple[int, in
     times: dict[int, int] = {}
     touched: dict[Birth, tuple[int, int] | None] = {}
     freed: set[Birth] = set()
-    for position, step in enumerate(schedule):
-        if isinstance(step, Free):
-            if step.value in times:
-                freed.add(Birth(step.value, times[step.value]))
-            continue
-        op = graph.ops[step.op]
-        for value in op.creates:
+    for position, _, op, born, died in walk(graph, schedule):
+        for value in born:
             times[value] = times.get(value, -1) + 1
-        for value in (*op.creates, *op.reads, *op.mutates):
-            if value in times:
-                touched[Birth(value, times[value])] = (position, step.op)
+        for value in () if op is None else (*born, *op.reads, *op.mutates):
+            if op is not None and value in times:
+                touched[Birth(value, times[value])] = (position, op.id)
+        freed.update(Birth(value, times[value]) for value in died if value in times)
     return {birth: touch if birth in freed else None for birth, touch in touched.items()}

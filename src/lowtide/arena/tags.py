@@ -24,7 +24,8 @@ from lowtide.arena.buffers import Birth, aligned
 from lowtide.arena.in_place import overwritable
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Graph, Op
-from lowtide.ir.schedule import Free, Schedule
+from lowtide.ir.schedule import Schedule
+from lowtide.ir.walk import walk
 
 MATCH_RANGE = 16  # nnvm's own default
 
@@ -116,13 +117,11 @@ def share(
     if match_range < 1:
         raise BadRequest(f"a match range of {match_range} matches nothing; give 1 or more, or do not share")
     box = Box(match_range) if sharing else None
-    walk = _Walk(graph, _reader_counts(graph, schedule), box, in_place=in_place, alignment=alignment)
+    counting = _Walk(graph, _reader_counts(graph, schedule), box, in_place=in_place, alignment=alignment)
     turns = [
-        walk.turn(position, graph.ops[step.op])
-        for position, step in enumerate(schedule)
-        if not isinstance(step, Free)
+        counting.turn(event.position, event.op) for event in walk(graph, schedule) if event.op is not None
     ]
-    return Sharing(walk.tags, tuple(walk.tag_bytes), tuple(turns))
+    return Sharing(counting.tags, tuple(counting.tag_bytes), tuple(turns))
 
 
 class Box:
@@ -216,10 +215,7 @@ def _reader_counts(graph: Graph, schedule: Schedule) -> dict[Birth, int]:
     """How many computes read or change each birth; one more for what outlives the step."""
     latest: dict[int, Birth] = {}
     counts: dict[Birth, int] = {}
-    for step in schedule:
-        if isinstance(step, Free):
-            continue
-        op = graph.ops[step.op]
+    for op in (graph.ops[number] for number in schedule.computed):
         for value in dict.fromkeys((*op.reads, *op.mutates)):
             if value in latest and value not in op.creates:
                 counts[latest[value]] += 1

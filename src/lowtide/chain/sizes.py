@@ -17,8 +17,8 @@ from lowtide.chain.chain import Chain, Kind
 from lowtide.chain.cuts import Cuts, Granularity, Step, chosen_places, is_heavy
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Op, Phase, Role
-from lowtide.ir.schedule import Compute
 from lowtide.ir.simulate import allocator_of, simulate
+from lowtide.ir.walk import walk
 
 
 def chain_of(
@@ -57,12 +57,11 @@ class _Sizes:
         self.at: dict[int, int] = {}  # where in the schedule an op is
         self.born: dict[int, int] = {}
         self.dies: dict[int, int] = {}
-        for position, event in enumerate(step.schedule):
-            if isinstance(event, Compute):
-                self.at[event.op] = position
-                self.born.update(dict.fromkeys(graph.ops[event.op].creates, position))
-            else:
-                self.dies[event.value] = position
+        for event in walk(graph, step.schedule):
+            if event.op is not None:
+                self.at[event.op.id] = event.position
+            self.born.update(dict.fromkeys(event.born, event.position))
+            self.dies.update(dict.fromkeys(event.died, event.position))
         self.backward_start = self.at[step.forward_end]
         self.backward_end = self.at[max(op.id for op in graph.ops if op.phase is Phase.BACKWARD)] + 1
         self.layer_of_value = self._layers_of_values()

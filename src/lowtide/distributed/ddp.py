@@ -25,7 +25,8 @@ from torch import nn
 
 from lowtide.compat.trees import tree_flatten, tree_unflatten
 from lowtide.ir.graph import Graph, Phase, Role, Value
-from lowtide.ir.schedule import Compute, Free, Schedule, Step
+from lowtide.ir.schedule import Free, Schedule, Step
+from lowtide.ir.walk import walk
 from lowtide.trace.dry_run import Trace
 
 _BUCKETS = "DDP's buckets"
@@ -92,10 +93,9 @@ class _Copies(torch.autograd.Function):
 def _taking_places(graph: Graph, schedule: Schedule, place_of: dict[int, int]) -> Schedule:
     """`schedule` in which a place is given up for the gradient once the backward is done with that."""
     done: dict[int, list[int]] = {}
-    for position, step in enumerate(schedule.steps):
-        if isinstance(step, Compute) and graph.ops[step.op].phase is not Phase.OPTIMIZER:
-            op = graph.ops[step.op]
-            for value in {*op.creates, *op.mutates} & place_of.keys():
+    for position, _, op, born, _ in walk(graph, schedule):
+        if op is not None and op.phase is not Phase.OPTIMIZER:
+            for value in {*born, *op.mutates} & place_of.keys():
                 done.setdefault(position, []).append(value)
     last = {value: position for position, values in done.items() for value in values}
     steps: list[Step] = []

@@ -31,7 +31,7 @@ from lowtide.execute.out_variants import (
 )
 from lowtide.execute.residents import Residents
 from lowtide.ir.graph import Arg, Graph, Op, Ref, Symbol
-from lowtide.ir.schedule import Compute, Schedule, straight
+from lowtide.ir.schedule import Compute, Free, Schedule, straight
 from lowtide.ir.simulate import simulate
 
 Thunk = Callable[[], object]
@@ -65,7 +65,7 @@ class Executor:
     Raises:
         BadRequest: something resident is missing, is not in the graph, or looks different; a layout is given
             for memory that needs none.
-        CannotRun: an op of the graph cannot be called.
+        CannotRun: an op of the graph cannot be called, or the schedule has a kind of step that is not known.
         IllegalSchedule, IllegalLayout, ArenaTooSmall: see `simulate` and `lay_out`.
     """
 
@@ -85,6 +85,7 @@ class Executor:
             raise BadRequest(f"a layout is for static memory, and {self.memory} was asked for")
         self.timeline = simulate(graph, self.schedule)
         _check_ops(graph)
+        _check_steps(self.schedule)
         self._residents = Residents(graph)
         self._places: dict[int, Place] = {}
         self._views: dict[int, torch.Tensor] = {}
@@ -152,15 +153,19 @@ class Executor:
             self._forget(value)
         times: dict[int, int] = {}
         for step in self.schedule:
-            if isinstance(step, Compute):
-                time = times[step.op] = times.get(step.op, -1) + 1
-                self._compute(self.graph.ops[step.op], time)
-            elif step.value in self.graph.creator:
-                place = self._places[step.value]
-                self._forget(step.value)
-                if self.graph.values[step.value].device == self.graph.device:
-                    self._source.give(place)
-                del place  # or what is dead would live on in this name
+            match step:
+                case Compute(op):
+                    time = times[op] = times.get(op, -1) + 1
+                    self._compute(self.graph.ops[op], time)
+                case Free(value):
+                    self._free(value)
+
+    def _free(self, value: int) -> None:
+        if value in self.graph.creator:
+            place = self._places[value]
+            self._forget(value)
+            if self.graph.values[value].device == self.graph.device:
+                self._source.give(place)
 
     def _compute(self, op: Op, time: int) -> None:
         skipped = frozenset(op.updates) if time else frozenset[int]()
@@ -298,14 +303,11 @@ class Executor:
 
         Known after the first run.
         """
-        return extra_bytes(self.graph, self._computed(), self._writers)
+        return extra_bytes(self.graph, self.schedule.computed, self._writers)
 
     def moves(self) -> tuple[Moves, ...]:
         """How the results get where they should be. Known after the first run."""
-        return moves(self.graph, self._computed(), self._writers)
-
-    def _computed(self) -> list[int]:
-        return [step.op for step in self.schedule if isinstance(step, Compute)]
+        return moves(self.graph, self.schedule.computed, self._writers)
 
 
 class _Call:
@@ -335,6 +337,11 @@ def _source(memory: Memory, device: torch.device, layout: Layout | None) -> Sour
         Memory.DIRECT: Direct,
     }
     return kinds[memory](device)
+
+
+def _check_steps(schedule: Schedule) -> None:
+    for kind in {step.kind for step in schedule if not isinstance(step, Compute | Free)}:
+        raise CannotRun(f"the schedule has a step of kind '{kind}', which no executor here can do")
 
 
 def _check_ops(graph: Graph) -> None:

@@ -14,7 +14,8 @@ import bisect
 from dataclasses import dataclass
 
 from lowtide.ir.graph import Graph
-from lowtide.ir.schedule import Compute, Schedule
+from lowtide.ir.schedule import Schedule
+from lowtide.ir.walk import walk
 
 _MIB = 1 << 20
 _GRAIN = 512
@@ -114,15 +115,14 @@ def cached(graph: Graph, schedule: Schedule, steps: int = 3) -> Reserve:
     for _ in range(steps):
         allocator.peak_allocated_bytes = allocator.allocated_bytes
         held = dict(resident)
-        for step in schedule:
-            if isinstance(step, Compute):
-                op = graph.ops[step.op]
-                for value in op.creates:
-                    held[value] = _allocated(allocator, graph.counted_bytes(value))
-                if op.workspace_bytes:
-                    allocator.release(allocator.allocate(op.workspace_bytes))
-            elif (block := held.pop(step.value)) is not None:
-                allocator.release(block)
+        for event in walk(graph, schedule):
+            for value in event.born:
+                held[value] = _allocated(allocator, graph.counted_bytes(value))
+            if event.op is not None and event.op.workspace_bytes:
+                allocator.release(allocator.allocate(event.op.workspace_bytes))
+            for value in event.died:
+                if (block := held.pop(value)) is not None:
+                    allocator.release(block)
         for value, block in held.items():
             if block is not None and value not in resident:
                 allocator.release(block)

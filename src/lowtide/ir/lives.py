@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.ir.graph import Graph
-from lowtide.ir.schedule import Free, Schedule
+from lowtide.ir.schedule import Schedule
 from lowtide.ir.simulate import CATEGORIES, Allocator, Category, allocator_of, categorise, column_of
+from lowtide.ir.walk import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ def lives(graph: Graph, schedule: Schedule, allocator: Allocator | None = None) 
     accepts.
     """
     allocator = allocator or allocator_of(graph.device)
-    columns = categorise(graph, schedule)
+    events = list(walk(graph, schedule))
     times: dict[int, int] = {}
     alive: dict[int, tuple[int, int]] = {}  # by value: its number among the lives, and the step it began
     found: list[Life | None] = []
@@ -48,15 +49,16 @@ def lives(graph: Graph, schedule: Schedule, allocator: Allocator | None = None) 
         alive[value] = (len(found), 0)
         found.append(None)
     made_as = {value: column_of(graph, value, spans_backward=False) for value in graph.resident}
-    for position, step in enumerate(schedule):
-        if isinstance(step, Free):
-            close(step.value, position, columns[position][0])
-            continue
-        for value, column in zip(graph.ops[step.op].creates, columns[position], strict=True):
+    for (position, _, _, born, died), born_as, died_as in zip(
+        events, *categorise(graph, events), strict=True
+    ):
+        for value, column in zip(born, born_as, strict=True):
             times[value] = times.get(value, 0) + 1
             alive[value] = (len(found), position)
             made_as[value] = column
             found.append(None)
+        for value, column in zip(died, died_as, strict=True):
+            close(value, position, column)
     for value in tuple(alive):
         close(value, len(schedule), made_as[value])
     return tuple(life for life in found if life is not None)

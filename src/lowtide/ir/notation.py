@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import TypeVar
 
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value
-from lowtide.ir.schedule import Compute, Free, Schedule, Step
-from lowtide.text.documents import Json, Reader, Unexpected
+from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step
+from lowtide.text.documents import SCHEMA, Json, Reader, Unexpected
 
 T = TypeVar("T")
+NEWEST_SCHEMA = 2  # of documents with a schedule
 
 # Writing --------------------------------------------------------------------------------------------
 
@@ -45,8 +47,27 @@ def graph_to_json(graph: Graph) -> Json:
 
 
 def schedule_to_json(schedule: Schedule) -> Json:
-    """One whole number a step: op n is n, the free of value n is -n-1."""
-    return [step.op if isinstance(step, Compute) else -step.value - 1 for step in schedule.steps]
+    """One whole number for a compute or a free: op n is n, the free of value n is -n-1.
+
+    A step of any other kind is a row: its tag, then its fields.
+    """
+    return [_step_to_json(step) for step in schedule.steps]
+
+
+def schema_of(schedule: Schedule | None) -> int:
+    """The lowest schema of a document that can hold `schedule`: rows came with the second."""
+    rows = (isinstance(_step_to_json(step), list) for step in schedule or ())
+    return NEWEST_SCHEMA if any(rows) else SCHEMA
+
+
+def _step_to_json(step: Step) -> Json:
+    match step:
+        case Compute(op):
+            return op
+        case Free(value):
+            return -value - 1
+        case _:
+            return [step.kind, *(getattr(step, field.name) for field in fields(step))]
 
 
 def _op_to_json(op: Op) -> Json:
@@ -176,8 +197,29 @@ def _arg_from_json(entry: Reader) -> Arg:
 
 def schedule_from_json(entry: Reader) -> Schedule:
     """What `schedule_to_json` wrote."""
+    return Schedule(entry.many(_step_from_json))
 
-    def step(code: int) -> Step:
-        return Compute(code) if code >= 0 else Free(-code - 1)
 
-    return Schedule(tuple(step(code) for code in entry.ints()))
+def _step_from_json(entry: Reader) -> Step:
+    if isinstance(entry.json_value, list):
+        return _row_from_json(entry)
+    code = entry.of(int)
+    return Compute(code) if code >= 0 else Free(-code - 1)
+
+
+def _row_from_json(entry: Reader) -> Step:
+    row = entry.many(lambda field: field)
+    if not row:
+        raise Unexpected(f"{entry.where} is an empty row, and says no kind of step")
+    tag, numbers = row[0].of(str), row[1:]
+    kind = KINDS.get(tag)
+    if kind is None:
+        raise Unexpected(
+            f"{entry.where} is a step of kind {tag!r:.40}; this lowtide knows {', '.join(KINDS)}. "
+            "Read it with the version that wrote it"
+        )
+    if len(numbers) != len(fields(kind)):
+        raise Unexpected(
+            f"{entry.where} is a step of kind {tag!r} with {len(numbers)} fields; it has {len(fields(kind))}"
+        )
+    return kind(*(number.of(int) for number in numbers))

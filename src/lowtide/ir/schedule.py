@@ -1,29 +1,89 @@
-"""A schedule: the order of computes and frees. It says nothing about bytes; `simulate` does."""
+"""A schedule: the steps of a training step, in order. It says nothing about bytes; `simulate` does.
+
+Steps are an open family. A new kind is a subclass of `Step` in `KINDS`, and has one place for each of:
+
+    what it holds   its `event`, which `walk` hands to `simulate` and to all who follow values
+    what it does    `Executor` and `codegen`; each refuses by name the kinds it does not know
+    how it reads    in a file `notation` writes its tag and its fields; a report shows its events
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, NamedTuple
 
-from lowtide.ir.graph import Graph
+from lowtide.errors import IllegalSchedule
+from lowtide.ir.graph import Graph, Op
+
+
+class Event(NamedTuple):
+    """What one step does to the values of a graph.
+
+    While the step runs, what is `born` is there, with the workspace of `op`, and what `died` is not. What is
+    born without an op was there before, and comes back as it was.
+    """
+
+    position: int
+    step: Step
+    op: Op | None
+    born: tuple[int, ...] = ()
+    died: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class Step:
+    """A step of a schedule. Every kind has a tag, and its fields are whole numbers."""
+
+    kind: ClassVar[str]
+
+    @property
+    def runs(self) -> int | None:
+        """The number of the op that it runs; None if it runs none."""
+        return None
+
+    def event(self, graph: Graph, position: int) -> Event:
+        """What it does to the values of `graph` as the step at `position`.
+
+        Raises:
+            IllegalSchedule: it runs an op that is not in the graph.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what it holds")
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Step):
     """Run an op. A second compute of the same op is a recomputation."""
 
+    kind: ClassVar[str] = "compute"
     op: int
+
+    @property
+    def runs(self) -> int:
+        """The number of the op."""
+        return self.op
+
+    def event(self, graph: Graph, position: int) -> Event:
+        """The op runs, and what it creates is born."""
+        if not 0 <= self.op < len(graph.ops):
+            raise IllegalSchedule(f"step {position} computes op {self.op}, which is not in the graph")
+        op = graph.ops[self.op]
+        return Event(position, self, op, op.creates)
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class Free(Step):
     """Give a value's memory back."""
 
+    kind: ClassVar[str] = "free"
     value: int
 
+    def event(self, graph: Graph, position: int) -> Event:
+        """The value is gone."""
+        return Event(position, self, None, (), (self.value,))
 
-Step: TypeAlias = Compute | Free
+
+KINDS: dict[str, type[Step]] = {kind.kind: kind for kind in (Compute, Free)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +97,11 @@ class Schedule:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    @property
+    def computed(self) -> list[int]:
+        """The numbers of the ops that run, in order, as often as they run."""
+        return [op for step in self.steps if (op := step.runs) is not None]
 
 
 def straight(graph: Graph) -> Schedule:

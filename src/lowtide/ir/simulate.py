@@ -6,17 +6,19 @@ what it counts is what an allocator holds that serves exactly these computes and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lowtide.errors import IllegalSchedule
 from lowtide.ir.graph import Graph, Op, Phase, Role
-from lowtide.ir.schedule import Compute, Free, Schedule
+from lowtide.ir.schedule import Event, Schedule, Step
+from lowtide.ir.walk import walk
 
 Bytes = npt.NDArray[np.int64]
 
@@ -43,6 +45,8 @@ _CATEGORY_OF_ROLE = {
     Role.LIBRARY: Category.WORKSPACE,
 }
 CATEGORIES = tuple(Category)
+_NOTHING: list[int] = []
+Columns: TypeAlias = tuple[list[list[int]], list[list[int]]]
 _INDEX = {category: position for position, category in enumerate(CATEGORIES)}
 
 
@@ -87,8 +91,8 @@ class Timeline:
     """
 
     stack: Bytes
-    steps: tuple[Compute | Free, ...]
-    phases: tuple[Phase | None, ...]  # of the op computed; None for a free
+    steps: tuple[Step, ...]
+    phases: tuple[Phase | None, ...]  # of the op that runs; None where none does
     peak_step: int | None  # None: before the first step, with everything resident still there
     peak_op: Op | None
     holdings: tuple[Holding, ...]
@@ -144,46 +148,64 @@ def simulate(graph: Graph, schedule: Schedule, allocator: Allocator | None = Non
             one that is, frees twice, draws a random op twice, leaves an op out or loses an output.
     """
     allocator = allocator or allocator_of(graph.device)
-    columns = categorise(graph, schedule)
+    events = _legal(graph, schedule)
+    columns = categorise(graph, events)
     held = [allocator.held(graph.counted_bytes(value.id)) for value in graph.values]
-    replay = _Replay(graph)
 
-    now = np.zeros(len(CATEGORIES), dtype=np.int64)
+    resident = np.zeros(len(CATEGORIES), dtype=np.int64)
     for value in graph.resident:
-        now[column_of(graph, value, spans_backward=False)] += held[value]
-    resident_bytes = int(now.sum())
+        resident[column_of(graph, value, spans_backward=False)] += held[value]
+    resident_bytes = int(resident.sum())
 
-    stack = np.empty((len(schedule), len(CATEGORIES)), dtype=np.int64)
-    peak_bytes = -1
-    peak_step: int | None = None
-    for position, step in enumerate(schedule):
-        if isinstance(step, Free):
-            replay.free(position, step.value)
-            now[columns[position][0]] -= held[step.value]
-            stack[position] = now
-            continue
-        op = replay.compute(position, step.op)
-        for value, column in zip(op.creates, columns[position], strict=True):
-            now[column] += held[value]
-        stack[position] = now
-        stack[position, _INDEX[Category.WORKSPACE]] += op.workspace_bytes
-        if (live := int(stack[position].sum())) > peak_bytes:
-            peak_bytes, peak_step = live, position
-    replay.finish()
-    if peak_bytes < resident_bytes:  # resident values were freed before the first op ran
-        peak_step = None
-    peak = None if peak_step is None else schedule.steps[peak_step]
+    stack = resident + np.cumsum(_changes(events, columns, held), axis=0)
+    workspaces = (0 if event.op is None else event.op.workspace_bytes for event in events)
+    stack[:, _INDEX[Category.WORKSPACE]] += np.fromiter(workspaces, dtype=np.int64, count=len(events))
+    peak_step = _peak(events, stack, resident_bytes)
     return Timeline(
         stack=stack,
         steps=schedule.steps,
-        phases=tuple(
-            graph.ops[step.op].phase if isinstance(step, Compute) else None for step in schedule.steps
-        ),
+        phases=tuple(None if event.op is None else event.op.phase for event in events),
         peak_step=peak_step,
-        peak_op=graph.ops[peak.op] if isinstance(peak, Compute) else None,
-        holdings=_holdings(graph, schedule, columns, held, peak_step),
+        peak_op=None if peak_step is None else events[peak_step].op,
+        holdings=_holdings(graph, events, columns, held, peak_step),
         resident_bytes=resident_bytes,
     )
+
+
+def _changes(events: list[Event], columns: Columns, held: list[int]) -> Bytes:
+    """What each event adds to each category; less than nothing for what dies."""
+    cells: list[int] = []
+    amounts: list[int] = []
+    for position, (event, born_as, died_as) in enumerate(zip(events, *columns, strict=True)):
+        row = position * len(CATEGORIES)
+        if born_as:
+            cells += [row + column for column in born_as]
+            amounts += [held[value] for value in event.born]
+        if died_as:
+            cells += [row + column for column in died_as]
+            amounts += [-held[value] for value in event.died]
+    changes = np.zeros(len(events) * len(CATEGORIES), dtype=np.int64)
+    np.add.at(changes, np.asarray(cells, dtype=np.int64), np.asarray(amounts, dtype=np.int64))
+    return changes.reshape(len(events), len(CATEGORIES))
+
+
+def _peak(events: list[Event], stack: Bytes, resident_bytes: int) -> int | None:
+    """The first step that holds the most; None if more is resident before the first step."""
+    live = stack.sum(axis=1)
+    grows = np.asarray([event.op is not None or bool(event.born) for event in events], dtype=bool)
+    step = int(np.where(grows, live, -1).argmax()) if grows.any() else None
+    return None if step is None or live[step] < resident_bytes else step
+
+
+def _legal(graph: Graph, schedule: Schedule) -> list[Event]:
+    """The events of a schedule that can be executed; any other is refused at the first illegal step."""
+    replay = _Replay(graph)
+    events: list[Event] = []
+    for event in walk(graph, schedule):
+        replay.follow(event)
+        events.append(event)
+    replay.finish()
+    return events
 
 
 class _Replay:
@@ -201,10 +223,18 @@ class _Replay:
         self.done: set[int] = set()
         self.expected, self.final = _versions_seen(graph)
 
-    def compute(self, position: int, op_id: int) -> Op:
-        if not 0 <= op_id < len(self.graph.ops):
-            raise IllegalSchedule(f"step {position} computes op {op_id}, which is not in the graph")
-        op = self.graph.ops[op_id]
+    def follow(self, event: Event) -> None:
+        position, _, op, born, died = event
+        if op is not None:
+            self.compute(position, op, born)
+        else:
+            for value in born:
+                self.bring_back(position, value)
+        for value in died:
+            self.free(position, value)
+
+    def compute(self, position: int, op: Op, born: tuple[int, ...]) -> None:
+        op_id = op.id
         where = f"step {position}, op {op_id} ({op.label}),"
         if op.random and op_id in self.done:
             raise IllegalSchedule(f"{where} draws random numbers and is computed a second time")
@@ -220,7 +250,7 @@ class _Replay:
                     f"{where} reads value {value} ({self._name(value)}) after it was changed "
                     f"{self.version[value]} times; in graph order it was changed {version} times"
                 )
-        for value in op.creates:
+        for value in born:
             if value in self.alive:
                 raise IllegalSchedule(f"{where} creates value {value} ({self._name(value)}), which is alive")
             self.alive.add(value)
@@ -228,7 +258,12 @@ class _Replay:
         for value in op.mutates if again else (*op.mutates, *op.updates):
             self.version[value] += 1
         self.done.add(op_id)
-        return op
+
+    def bring_back(self, position: int, value: int) -> None:
+        if value in self.alive or value not in self.version:
+            state = "is alive" if value in self.alive else "was never made"
+            raise IllegalSchedule(f"step {position} brings back value {value}, which {state}")
+        self.alive.add(value)
 
     def free(self, position: int, value: int) -> None:
         if not 0 <= value < len(self.graph.values):
@@ -268,32 +303,31 @@ def _versions_seen(graph: Graph) -> tuple[list[dict[int, int]], dict[int, int]]:
     return seen, version
 
 
-def categorise(graph: Graph, schedule: Schedule) -> list[tuple[int, ...]]:
-    """For each step, the category columns of the values it creates or frees.
+def categorise(graph: Graph, events: Sequence[Event]) -> Columns:
+    """For each event the category columns of the values that are born, and those of the values that die.
 
     Only a whole life tells an activation from a temporary: it is one if the forward (or a
-    recomputation of it) made it and a backward op runs before it is freed. So lives are collected
-    first. A free of a value that is not alive gets a column too; the replay refuses it.
+    recomputation of it) made it and a backward op runs before it is freed. So a column is known
+    when a life has ended.
     """
-    columns: list[list[int]] = [[] for _ in schedule.steps]
-    born: dict[int, tuple[int, int, int]] = {}  # value -> position, index within creates, backwards before
+    born_as, died_as = ([_NOTHING] * len(events) for _ in range(2))
+    begun: dict[int, tuple[list[int], int, int]] = {}  # value -> where its column is; backwards before
     backwards = 0
-    for position, step in enumerate(schedule):
-        if isinstance(step, Compute) and 0 <= step.op < len(graph.ops):
-            op = graph.ops[step.op]
-            backwards += op.phase is Phase.BACKWARD
-            for index, value in enumerate(op.creates):
-                born[value] = (position, index, backwards)
-                columns[position].append(column_of(graph, value, spans_backward=False))
-        elif isinstance(step, Free):
-            start, index, before = born.pop(step.value, (position, 0, backwards))
-            column = column_of(graph, step.value, spans_backward=backwards > before)
-            columns[position].append(column)
-            if start != position:
-                columns[start][index] = column
-    for value, (start, index, before) in born.items():
-        columns[start][index] = column_of(graph, value, spans_backward=backwards > before)
-    return [tuple(found) for found in columns]
+    for position, _, op, born, died in events:
+        backwards += op is not None and op.phase is Phase.BACKWARD
+        if born:
+            born_as[position] = [0] * len(born)
+            for index, value in enumerate(born):
+                begun[value] = (born_as[position], index, backwards)
+        if died:
+            died_as[position] = []
+            for value in died:
+                start, index, before = begun.pop(value, ([0], 0, backwards))
+                start[index] = column_of(graph, value, spans_backward=backwards > before)
+                died_as[position].append(start[index])
+    for value, (start, index, before) in begun.items():
+        start[index] = column_of(graph, value, spans_backward=backwards > before)
+    return born_as, died_as
 
 
 def column_of(graph: Graph, value: int, *, spans_backward: bool) -> int:
@@ -309,16 +343,15 @@ def column_of(graph: Graph, value: int, *, spans_backward: bool) -> int:
 
 
 def _holdings(
-    graph: Graph, schedule: Schedule, columns: list[tuple[int, ...]], held: list[int], peak_step: int | None
+    graph: Graph, events: list[Event], columns: Columns, held: list[int], peak_step: int | None
 ) -> tuple[Holding, ...]:
     """What is alive at the peak, largest first. The schedule is known to be legal here."""
     alive = {value: column_of(graph, value, spans_backward=False) for value in graph.resident}
-    until_peak = () if peak_step is None else schedule.steps[: peak_step + 1]
-    for position, step in enumerate(until_peak):
-        if isinstance(step, Compute):
-            alive.update(zip(graph.ops[step.op].creates, columns[position], strict=True))
-        else:
-            del alive[step.value]
+    until_peak = 0 if peak_step is None else peak_step + 1
+    for event, born_as in zip(events[:until_peak], columns[0], strict=False):
+        alive.update(zip(event.born, born_as, strict=True))
+        for value in event.died:
+            del alive[value]
     found = [
         Holding(value, held[value], CATEGORIES[column], graph.values[value].module)
         for value, column in alive.items()

@@ -20,7 +20,7 @@ from lowtide.arena.in_place import Obstacle, obstacles
 from lowtide.arena.layout import Layout, lay_out
 from lowtide.arena.tags import MATCH_RANGE, How, Sharing, Turn, share
 from lowtide.ir.graph import Graph, Op, Phase
-from lowtide.ir.schedule import Compute, Schedule, straight
+from lowtide.ir.schedule import Schedule, straight
 from lowtide.lesson.phrasing import Phrasing, distinctly_named, short
 
 Numbers = Mapping[int, tuple[float, ...]]  # by value: the first of its elements
@@ -158,8 +158,10 @@ class Lesson:
     def fullest_op(self) -> Op | None:
         """The op at which most is live."""
         live = live_bytes(self.layout.buffers)
-        step = self.schedule.steps[int(live.argmax())] if live.size else None
-        return self.graph.ops[step.op] if isinstance(step, Compute) else None
+        if not live.size:
+            return None
+        number = self.schedule.steps[int(live.argmax())].runs
+        return None if number is None else self.graph.ops[number]
 
     # As a document ----------------------------------------------------------------------------------------
 

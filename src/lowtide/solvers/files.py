@@ -14,7 +14,14 @@ from lowtide.chain.chain import Chain, Kind
 from lowtide.chain.plan import Plan
 from lowtide.chain.unroll import replay
 from lowtide.ir.graph import Call, Graph
-from lowtide.ir.notation import graph_from_json, graph_to_json, schedule_from_json, schedule_to_json
+from lowtide.ir.notation import (
+    NEWEST_SCHEMA,
+    graph_from_json,
+    graph_to_json,
+    schedule_from_json,
+    schedule_to_json,
+    schema_of,
+)
 from lowtide.ir.schedule import Schedule
 from lowtide.ir.simulate import simulate
 from lowtide.ir.validate import validate
@@ -35,7 +42,7 @@ def save_graph(graph: Graph, path: str | os.PathLike[str], schedule: Schedule | 
     fields: dict[str, Json] = {"graph": graph_to_json(validate(graph))}
     if schedule is not None:
         fields["schedule"] = schedule_to_json(schedule)
-    write_document(path, "graph", fields)
+    write_document(path, "graph", fields, schema_of(schedule))
 
 
 def load_graph(path: str | os.PathLike[str]) -> tuple[Graph, Schedule | None]:
@@ -45,7 +52,7 @@ def load_graph(path: str | os.PathLike[str]) -> tuple[Graph, Schedule | None]:
         BadFile: the file is missing, damaged, cut off, not lowtide's, of another schema, or its
             contents are not a well-formed graph.
     """
-    document = read_document(path, "graph")
+    document = read_document(path, "graph", NEWEST_SCHEMA)
     with understanding(path):
         graph = validate(graph_from_json(Reader(document["graph"], "graph")))
         raw = document.get("schedule")
@@ -60,7 +67,8 @@ def save_solution(solution: Solution | GraphSolution, path: str | os.PathLike[st
         BadFile: the file cannot be written.
     """
     if isinstance(solution, GraphSolution):
-        write_document(path, _PLAN, {_SCHEDULED: _scheduled_to_json(solution)})
+        scheduled: dict[str, Json] = {_SCHEDULED: _scheduled_to_json(solution)}
+        write_document(path, _PLAN, scheduled, schema_of(solution.schedule))
     else:
         write_document(path, _PLAN, {"solution": _solution_to_json(solution)})
 
@@ -72,7 +80,7 @@ def load_solution(path: str | os.PathLike[str]) -> Solution | GraphSolution:
         BadFile: the file is missing, damaged, cut off, not lowtide's, of another schema, or its plan does
             not peak where it says.
     """
-    document = read_document(path, _PLAN)
+    document = read_document(path, _PLAN, NEWEST_SCHEMA)
     with understanding(path):
         if _SCHEDULED in document:
             return _scheduled_from_json(Reader(document[_SCHEDULED], _SCHEDULED))

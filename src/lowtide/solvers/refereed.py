@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 from lowtide.errors import BadRequest, InfeasibleBudget, LowtideError
 from lowtide.ir.bounds import least_peak_bytes
 from lowtide.ir.graph import Graph, Origin
 from lowtide.ir.keep import keep_only
-from lowtide.ir.schedule import Compute, Schedule, straight
+from lowtide.ir.schedule import Schedule, straight
 from lowtide.ir.simulate import Timeline, simulate
 from lowtide.solvers.method import GraphMethod, Scheduler
 from lowtide.solvers.solution import GraphSolution, ScheduleAnswer
@@ -96,15 +95,11 @@ def extra_seconds(graph: Graph, schedule: Schedule) -> float:
     """The time of the ops that run again."""
     done: set[int] = set()
     again: list[float] = []
-    for op in _computed(schedule):
+    for op in schedule.computed:
         if op in done:
             again.append(graph.ops[op].seconds)
         done.add(op)
     return sum(again)
-
-
-def _computed(schedule: Schedule) -> Iterable[int]:
-    return (step.op for step in schedule if isinstance(step, Compute))
 
 
 def _infeasible(graph: Graph, method: Scheduler, budget_bytes: int) -> InfeasibleBudget:

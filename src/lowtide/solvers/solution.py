@@ -12,7 +12,7 @@ from lowtide.chain.chain import Chain
 from lowtide.chain.plan import Plan
 from lowtide.chain.unroll import replay
 from lowtide.ir.graph import Graph, Phase
-from lowtide.ir.schedule import Compute, Schedule
+from lowtide.ir.schedule import Schedule
 from lowtide.ir.simulate import Timeline, simulate
 from lowtide.solvers.summary import explained
 
@@ -141,7 +141,7 @@ class GraphSolution:
     @cached_property
     def recomputed(self) -> Mapping[int, int]:
         """The ops that run more than once, and how often they run again."""
-        runs = Counter(step.op for step in self.schedule if isinstance(step, Compute))
+        runs = Counter(self.schedule.computed)
         return {op: count - 1 for op, count in sorted(runs.items()) if count > 1}
 
     @cached_property

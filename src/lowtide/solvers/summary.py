@@ -11,12 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowtide.ir.bounds import least_peak_bytes
 from lowtide.ir.graph import Graph, Op, Phase
-from lowtide.ir.schedule import Compute, Schedule, straight
+from lowtide.ir.schedule import Schedule, straight
 from lowtide.ir.simulate import allocator_of, simulate
+from lowtide.ir.walk import walk
 from lowtide.text.names import ranges, together, unnumbered, without_middle
 from lowtide.text.rounding import Unit, unit_for
 from lowtide.text.table import Table, lined_up
@@ -126,11 +128,9 @@ def shares(solution: GraphSolution) -> tuple[Share, ...]:
 def held_at_turn(graph: Graph, schedule: Schedule) -> frozenset[int]:
     """What the step itself has made and holds when the forward is over."""
     alive: set[int] = set()
-    for step in schedule.steps[: turn_of(graph, schedule)]:
-        if isinstance(step, Compute):
-            alive.update(graph.ops[step.op].creates)
-        else:
-            alive.discard(step.value)
+    for event in islice(walk(graph, schedule), turn_of(graph, schedule)):
+        alive.update(event.born)
+        alive.difference_update(event.died)
     return frozenset(alive)
 
 
@@ -142,14 +142,14 @@ def turn_of(graph: Graph, schedule: Schedule) -> int:
     """
     turn = 0
     done: set[int] = set()
-    for position, step in enumerate(schedule):
-        if not isinstance(step, Compute):
-            turn += turn == position  # what the op before it leaves behind belongs to the forward
-        elif graph.ops[step.op].phase is Phase.BACKWARD:
+    for event in walk(graph, schedule):
+        if event.op is None:
+            turn += turn == event.position  # what the op before it leaves behind belongs to the forward
+        elif event.op.phase is Phase.BACKWARD:
             break
-        elif step.op not in done:
-            done.add(step.op)
-            turn = position + 1
+        elif event.op.id not in done:
+            done.add(event.op.id)
+            turn = event.position + 1
     return turn
 
 

@@ -45,14 +45,16 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         raise BadFile(path, f"{error.strerror}", doing="write") from None
 
 
-def write_document(path: str | os.PathLike[str], kind: str, fields: Mapping[str, Json]) -> None:
+def write_document(
+    path: str | os.PathLike[str], kind: str, fields: Mapping[str, Json], schema: int = SCHEMA
+) -> None:
     """Write a document of that kind ("graph", "plan")."""
-    document = {"lowtide": kind, "schema": SCHEMA, **fields}
+    document = {"lowtide": kind, "schema": schema, **fields}
     write_text(path, json.dumps(document, separators=(",", ":"), allow_nan=False))
 
 
-def read_document(path: str | os.PathLike[str], kind: str) -> dict[str, Json]:
-    """The document of that kind that was written to `path`.
+def read_document(path: str | os.PathLike[str], kind: str, newest: int = SCHEMA) -> dict[str, Json]:
+    """The document of that kind that was written to `path`, of the first schema or any up to `newest`.
 
     Raises:
         BadFile: the file is missing, damaged, cut off, not lowtide's, or of another kind or schema.
@@ -74,10 +76,11 @@ def read_document(path: str | os.PathLike[str], kind: str) -> dict[str, Json]:
     if not isinstance(document, dict) or document.get("lowtide") != kind:
         raise BadFile(path, f"it is not a lowtide {kind} file")
     schema = document.get("schema")
-    if type(schema) is not int or schema != SCHEMA:  # True equals 1
+    if type(schema) is not int or not SCHEMA <= schema <= newest:  # True equals 1
+        known = " or ".join(str(number) for number in range(SCHEMA, newest + 1))
         raise BadFile(
             path,
-            f"it has schema {schema!r:.40}; this lowtide reads schema {SCHEMA}. "
+            f"it has schema {schema!r:.40}; this lowtide reads schema {known}. "
             "Write it again with this version",
         )
     return document

@@ -16,8 +16,8 @@ from torch import nn
 from lowtide.compat.autograd import saved_by
 from lowtide.compat.tensors import tensors_in
 from lowtide.ir.graph import Graph, Op, Phase, Role, Tensor
-from lowtide.ir.schedule import Compute
 from lowtide.ir.simulate import allocator_of
+from lowtide.ir.walk import walk
 from lowtide.trace.dry_run import StepRecorder, Trace
 from lowtide.trace.graph_builder import symbol_text
 from lowtide.trace.recorder import Spot
@@ -157,13 +157,13 @@ def _activations(trace: Trace, forward_ends: int) -> Iterator[int]:
     """What was made before the backward and is there when it begins; a forward may run one of its own."""
     graph = trace.graph
     alive: dict[int, None] = {}
-    for step in trace.schedule:
-        if not isinstance(step, Compute):
-            alive.pop(step.value, None)
-        elif step.op >= forward_ends and graph.ops[step.op].phase is not Phase.FORWARD:
+    for event in walk(graph, trace.schedule):
+        op = event.op
+        if op is not None and op.id >= forward_ends and op.phase is not Phase.FORWARD:
             break
-        else:
-            alive.update(dict.fromkeys(graph.ops[step.op].creates))
+        alive.update(dict.fromkeys(event.born))
+        for value in event.died:
+            alive.pop(value, None)
     return (value for value in alive if graph.values[value].role is Role.INTERMEDIATE)
 
 

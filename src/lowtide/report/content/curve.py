@@ -12,7 +12,7 @@ from functools import cached_property
 
 from lowtide.ir.graph import Graph, Op, Phase
 from lowtide.ir.lives import Life, lives
-from lowtide.ir.schedule import Compute, Schedule
+from lowtide.ir.schedule import Schedule
 from lowtide.ir.simulate import Allocator, Bytes, Timeline, allocator_of, simulate
 
 
@@ -43,7 +43,7 @@ class Curve:
     @cached_property
     def moments(self) -> tuple[int, ...]:
         """The step of each moment."""
-        return tuple(p for p, step in enumerate(self.schedule) if isinstance(step, Compute))
+        return tuple(p for p, step in enumerate(self.schedule) if step.runs is not None)
 
     def moment(self, step: int) -> int:
         """How many moments come before `step`."""
@@ -52,7 +52,7 @@ class Curve:
     @property
     def ops(self) -> Iterator[Op]:
         """The op of each moment."""
-        return (self.graph.ops[step.op] for step in self.schedule if isinstance(step, Compute))
+        return (self.graph.ops[op] for op in self.schedule.computed)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:

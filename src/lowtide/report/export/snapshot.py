@@ -16,7 +16,7 @@ from lowtide.arena.buffers import Birth, aligned, alignment_of
 from lowtide.arena.layout import lay_out
 from lowtide.ir.graph import Op
 from lowtide.ir.lives import Life
-from lowtide.ir.schedule import Free
+from lowtide.ir.walk import walk
 from lowtide.report.content.curve import Curve
 
 Record: TypeAlias = "dict[str, int | str | bool | list[Record]]"
@@ -79,28 +79,33 @@ class _Writer:
         for value in self.curve.graph.resident:
             yield from self._bear(value, self.bases[0] + self.offset[value], [])
         moment = 0
-        for step in self.curve.schedule:
-            if isinstance(step, Free):
-                yield from self._free(self.alive.pop(step.value, None))
-                continue
-            yield from self._compute(self.curve.graph.ops[step.op], moment)
-            moment += 1
+        for event in walk(self.curve.graph, self.curve.schedule):
+            for value in event.died:
+                yield from self._free(self.alive.pop(value, None))
+            running = [] if event.op is None else [self._frame_of(event.op, moment)]
+            yield from self._births(event.born, running)
+            if event.op is not None:
+                yield from self._compute(event.op, moment, running)
+                moment += 1
 
     def segments(self) -> list[Record]:
         found = zip(self.bases, self.sizes, strict=True)
         return [self._segment(base, size) for base, size in found if size]
 
-    def _compute(self, op: Op, moment: int) -> Iterator[Record]:
-        running = _frame(op.module, moment, f"{op.target} ({self.curve.phases[moment].value})")
-        for value in op.creates:
+    def _frame_of(self, op: Op, moment: int) -> Record:
+        return _frame(op.module, moment, f"{op.target} ({self.curve.phases[moment].value})")
+
+    def _births(self, values: Iterable[int], running: list[Record]) -> Iterator[Record]:
+        for value in values:
             birth = Birth(value, self.times.get(value, 0))
             self.times[value] = birth.time + 1
             if birth in self.layout.buffer_of:
-                yield from self._bear(value, self.bases[1] + self.layout.offset_of(birth), [running])
+                yield from self._bear(value, self.bases[1] + self.layout.offset_of(birth), running)
+
+    def _compute(self, op: Op, moment: int, running: list[Record]) -> Iterator[Record]:
         if op.workspace_bytes:
-            block = _Block(
-                self.bases[2], op.workspace_bytes, [_frame(op.module, moment, "workspace"), running]
-            )
+            frames = [_frame(op.module, moment, "workspace"), *running]
+            block = _Block(self.bases[2], op.workspace_bytes, frames)
             yield self._event("alloc", block)
             yield from self._free(block)
         self.now_us += op.seconds * 1e6

@@ -8,7 +8,6 @@ import numpy as np
 
 from lowtide.chain.cuts import is_heavy
 from lowtide.ir.graph import Graph, Phase
-from lowtide.ir.schedule import Compute
 from lowtide.solvers.jit import Numbers
 from lowtide.solvers.ops.search.encode import change_to, codes_in, column, slots_of
 from lowtide.solvers.ops.search.moves import forget
@@ -42,14 +41,12 @@ def _halved(graph: Graph, pieces: int) -> Numbers:
     codes: list[int] = []
     waiting: list[int] = []
     done: set[int] = set()
-    for step in recursive(graph, pieces):
-        if not isinstance(step, Compute):
+    for op in recursive(graph, pieces).computed:
+        if op in done:
+            waiting.append(op)
             continue
-        if step.op in done:
-            waiting.append(step.op)
-            continue
-        done.add(step.op)
-        codes.extend(op * len(graph.ops) + step.op for op in waiting)
+        done.add(op)
+        codes.extend(again * len(graph.ops) + op for again in waiting)
         waiting.clear()
     return np.asarray(sorted(set(codes)), np.int64)
 

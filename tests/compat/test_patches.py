@@ -26,11 +26,12 @@ from lowtide.compat.loggers import FAKE_KERNELS
 from lowtide.compat.patches import Patch, active, patched
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.distributed.fsdp import _ShardedRecorder
+from lowtide.ir.assumptions import Finding
 from lowtide.ir.graph import Origin
 from lowtide.trace.attribution import Attribution
 from lowtide.trace.dry_run import _random_states_counted
 from lowtide.trace.graph_builder import GraphBuilder
-from lowtide.trace.hf_masks import UNPACKED, Positions, unnoticed_by_transformers
+from lowtide.trace.hf_masks import Positions, unnoticed_by_transformers
 from lowtide.trace.inputs import over
 
 ABSENT = object()
@@ -140,7 +141,7 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
     ),
     "trace/dry_run": (_random_states_counted, ((torch, "get_rng_state"),)),
     "trace/hf_masks": (
-        lambda: unnoticed_by_transformers([UNPACKED]),
+        lambda: unnoticed_by_transformers([Finding.UNPACKED]),
         (PACKED, *((owner, name) for owner, name in NEVER if hasattr(owner, name))),
     ),
     "trace/hf_masks, watching": (

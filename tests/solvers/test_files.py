@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import BadFile, MalformedGraph
+from lowtide.ir.assumptions import Finding, NoGradient
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol
 from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step, straight
 from lowtide.ir.validate import validate
@@ -115,6 +116,7 @@ def oddities() -> Graph:
             origin=Origin.EAGER,
             profiled_on="NVIDIA H200",
             notes=("a guess", ""),
+            assumptions=(Finding.UNPACKED, NoGradient(graph=0, output=13)),
         )
     )
 
@@ -147,6 +149,10 @@ def test_what_is_written_is_pure_json_and_says_what_it_is(tmp_path: Path) -> Non
     document = json.loads(text, parse_constant=refuse)
     assert (document["lowtide"], document["schema"], document["schedule"]) == ("graph", 1, [0, -1, -2])
     assert document["graph"]["tensors"][0] == [0, [8], [1], 0, "uint8"]
+    assert document["graph"]["assumptions"] == [
+        "transformers: sequences are not packed, and that does not depend on the batch",
+        "no gradient enters output 13 of graph 0",
+    ]
     assert document["graph"]["ops"][0]["args"][6:9] == [{"float": "inf"}, {"float": "-inf"}, {"float": "nan"}]
 
 
@@ -408,6 +414,7 @@ def test_every_missing_field_is_refused(document: Any, tmp_path: Path) -> None:
         (("graph",), [], "graph should be an object"),
         (("graph",), {}, "graph has no 'name'"),
         (("graph", "origin"), "guess", "graph.origin is 'guess', not one of "),
+        (("graph", "assumptions", 0), "it rains", "graph.assumptions[0] is 'it rains', not one of "),
         (("graph", "values"), {}, "graph.values should be list, found {}"),
         (("graph", "values", 0, "bytes"), -1, "value 0 ('données ☃') has -1 bytes"),
         (("graph", "values", 0, "bytes"), True, "graph.values[0].bytes should be int, found True"),

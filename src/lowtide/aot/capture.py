@@ -25,7 +25,8 @@ from lowtide.compat.patches import patched
 from lowtide.compat.trees import tree_leaves
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotCapture, LowtideError
-from lowtide.ir.graph import Graph, Op, Origin, Phase, Role
+from lowtide.ir.assumptions import Assumption
+from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, StepName, gradient_name
 from lowtide.trace.fakes import Resident, Twins, faked, stage
 from lowtide.trace.graph_builder import GraphBuilder
 from lowtide.trace.inputs import criteria, over, replaced
@@ -84,7 +85,7 @@ def capture_forward(
     *,
     device: str | torch.device | None = None,
     name: str | None = None,
-    assumptions: Collection[str] = (),
+    assumptions: Collection[Assumption] = (),
 ) -> Graph:
     """Like `capture`, with nothing but the model's forward handed to Dynamo, as when a plan is applied.
 
@@ -106,7 +107,7 @@ def _capture(
     device: str | torch.device | None,
     name: str | None,
     run: _Run,
-    assumptions: Collection[str] = (),
+    assumptions: Collection[Assumption] = (),
 ) -> Graph:
     model = uncompiled(model)
     with without_modes(), torch.inference_mode(False), torch.enable_grad():
@@ -176,7 +177,7 @@ class _GraphRecorder(Recorder):
     supports_higher_order_operators = True
 
     def __init__(
-        self, builder: GraphBuilder, twins: Twins, model: nn.Module, assumptions: Collection[str]
+        self, builder: GraphBuilder, twins: Twins, model: nn.Module, assumptions: Collection[Assumption]
     ) -> None:
         super().__init__(builder, twins)
         modules = Modules(model)
@@ -249,7 +250,7 @@ class _GraphRecorder(Recorder):
         for position, root in enumerate(roots):
             with without_modes(), self.twins.mode:
                 found.append(torch.empty_like(root, requires_grad=False))
-            name = "gradient of the loss" if root.numel() == 1 else f"gradient of output {position}"
+            name = StepName.LOSS_GRADIENT.value if root.numel() == 1 else f"gradient of output {position}"
             self.add_resident(Resident(found[-1], Role.BATCH, name, ""))
         return found
 
@@ -271,13 +272,14 @@ class _GraphRecorder(Recorder):
             why = "; ".join(self.sections.notes) or "is it disabled (TORCH_COMPILE_DISABLE)?"
             raise CannotCapture(f"Dynamo captured nothing: {why}")
         for position, root in enumerate(roots):
-            self.builder.add_result("loss" if root.numel() == 1 else f"output {position}", root)
+            name = StepName.LOSS.value if root.numel() == 1 else f"output {position}"
+            self.builder.add_result(name, root)
         for leaf in self._leaves:
             if leaf.fake.grad is not None:
-                self.builder.add_result(f"{leaf.name}.grad", leaf.fake.grad)
+                self.builder.add_result(gradient_name(leaf.name), leaf.fake.grad)
             gradient = None if leaf.fake.grad is None else self.builder.value_of(leaf.fake.grad)
             if gradient is not None and self.builder.values[gradient].role is Role.INTERMEDIATE:
-                self.builder.set_role(gradient, Role.GRADIENT, f"{leaf.name}.grad", leaf.module)
+                self.builder.set_role(gradient, Role.GRADIENT, gradient_name(leaf.name), leaf.module)
         self.builder.notes.update(self.sections.notes)
         graph = self.builder.finish(value for _, value in self.alive())
         return replace(graph, assumptions=tuple(self.sections.found_gradientless()))

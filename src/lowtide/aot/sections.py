@@ -24,10 +24,11 @@ from torch import fx, nn
 from lowtide.aot.graph_backend import CapturedGraph
 from lowtide.aot.halves import module_stack
 from lowtide.aot.mark import Mark
-from lowtide.aot.unused_outputs import assumption, differentiable_outputs, gradientless
+from lowtide.aot.unused_outputs import differentiable_outputs, gradientless
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import CHATTY_LOGGERS, configured, graph_breaks, reset
 from lowtide.compat.dynamo_caches import forget_stacks
+from lowtide.ir.assumptions import Assumption, NoGradient
 from lowtide.ir.graph import Phase
 from lowtide.trace.attribution import Attribution, Place
 from lowtide.trace.hf_masks import unnoticed_by_transformers
@@ -60,7 +61,7 @@ def settings() -> dict[str, Any]:
 
 
 @contextmanager
-def dynamo(assumptions: Collection[str] = ()) -> Iterator[None]:
+def dynamo(assumptions: Collection[Assumption] = ()) -> Iterator[None]:
     """Dynamo set up for a capture; afterwards it is as before, and remembers nothing."""
     with compiling(assumptions):
         try:
@@ -70,7 +71,7 @@ def dynamo(assumptions: Collection[str] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def compiling(assumptions: Collection[str] = ()) -> Iterator[None]:
+def compiling(assumptions: Collection[Assumption] = ()) -> Iterator[None]:
     """Dynamo set up as for a capture, so that it captures the same graphs; afterwards it is as before.
 
     `assumptions` are those of the captured graph.
@@ -190,7 +191,7 @@ class Sections:
     def __init__(
         self,
         modules: Modules,
-        assumptions: Collection[str] = (),
+        assumptions: Collection[Assumption] = (),
         is_zero: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
         self.modules = modules
@@ -208,10 +209,10 @@ class Sections:
         self.graphs.append(graph)
         return graph.compile(module, inputs, gradientless(self.assumptions, len(self.graphs) - 1))
 
-    def found_gradientless(self) -> list[str]:
+    def found_gradientless(self) -> list[NoGradient]:
         """Assumptions for another capture: the outputs that got zeros for gradients in this one."""
         return [
-            assumption(number, graph.outputs[position])
+            NoGradient(number, graph.outputs[position])
             for number, graph in enumerate(self.graphs)
             for position in sorted(graph.zeros or ())
         ]

@@ -15,23 +15,13 @@ import torch
 from torch import fx
 
 from lowtide.errors import CannotApply
-
-_PREFIX = "no gradient enters output "
-
-
-def assumption(graph: int, output: int) -> str:
-    """In words: the `output` of the `graph` that Dynamo captures as its how-maniest gets no gradient."""
-    return f"{_PREFIX}{output} of graph {graph}"
+from lowtide.ir.assumptions import Assumption, NoGradient
 
 
-def gradientless(assumptions: Collection[str], graph: int) -> tuple[int, ...]:
+def gradientless(assumptions: Collection[Assumption], graph: int) -> tuple[int, ...]:
     """The outputs of a graph that get no gradient, according to what was assumed."""
-    ending = f" of graph {graph}"
-    return tuple(
-        int(text.removeprefix(_PREFIX).removesuffix(ending))
-        for text in assumptions
-        if text.startswith(_PREFIX) and text.endswith(ending)
-    )
+    found = (each for each in assumptions if isinstance(each, NoGradient))
+    return tuple(each.output for each in found if each.graph == graph)
 
 
 def differentiable_outputs(module: fx.GraphModule) -> list[int]:

@@ -23,14 +23,12 @@ from lowtide.execute.executor import Executor
 from lowtide.execute.identity import fingerprint
 from lowtide.execute.memory import Memory
 from lowtide.execute.out_variants import Moves
-from lowtide.ir.graph import Graph
+from lowtide.ir.graph import Graph, StepName, gradient_name
 from lowtide.ir.schedule import Schedule, straight
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.text.units import format_bytes
 from lowtide.trace.inputs import named_inputs
 from lowtide.trace.step import Example, Loss
-
-_SEED = "gradient of the loss"
 
 
 def in_arena(
@@ -137,9 +135,9 @@ class ArenaStep:
         device = next(iter((*model.parameters(), *inputs.values()))).device
         if device.type == "meta":
             raise BadRequest("the model has no memory: it is on the meta device. Build it on cpu or cuda.")
-        if _SEED in known:
-            given[_SEED] = torch.ones((), device=device)
-        if "loss" not in dict(graph.results):
+        if StepName.LOSS_GRADIENT in known:
+            given[StepName.LOSS_GRADIENT] = torch.ones((), device=device)
+        if StepName.LOSS not in dict(graph.results):
             raise BadRequest("the model's output is not one number. Give a loss that makes one of it.")
         self._known = known
         given |= self._owned()
@@ -164,8 +162,8 @@ class ArenaStep:
         self.executor.run()
         results = self.executor.results
         for name, parameter in self.model.named_parameters():
-            parameter.grad = results.get(f"{name}.grad")
-        return results["loss"].clone()
+            parameter.grad = results.get(gradient_name(name))
+        return results[StepName.LOSS].clone()
 
     def record(self) -> None:
         """From now on, replay the step as one CUDA graph. It must have run once; see `Executor.record`."""

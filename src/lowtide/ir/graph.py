@@ -20,6 +20,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TypeAlias
 
+from lowtide.ir.assumptions import Assumption
+
 
 class Origin(StrEnum):
     """How a graph came to be. Ops of different origins are never mixed."""
@@ -48,6 +50,18 @@ class Role(StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     LIBRARY = "library"  # scratch memory that cuBLAS and the like take once and keep
     INTERMEDIATE = "intermediate"
+
+
+class StepName(StrEnum):
+    """What a captured graph calls the things that a step has and a model has no name for."""
+
+    LOSS = "loss"  # a result
+    LOSS_GRADIENT = "gradient of the loss"  # a value that is given, where the backward begins
+
+
+def gradient_name(parameter: str) -> str:
+    """What the gradient of a parameter is called, as a value and as a result."""
+    return f"{parameter}.grad"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +176,7 @@ class Graph:
     results: tuple[tuple[str, int], ...] = ()
     profiled_on: str | None = None
     notes: tuple[str, ...] = field(default=())
-    assumptions: tuple[str, ...] = field(default=())
+    assumptions: tuple[Assumption, ...] = field(default=())
 
     @cached_property
     def creator(self) -> Mapping[int, int]:

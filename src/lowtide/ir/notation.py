@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TypeVar
 
+from lowtide.ir.assumptions import Assumption, Finding, NoGradient
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value
 from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step
 from lowtide.text.documents import SCHEMA, Json, Reader, Unexpected
 
 T = TypeVar("T")
+_NO_GRADIENT = re.compile(
+    r"no gradient enters output (?P<output>\d{1,9}) of graph (?P<graph>\d{1,9})", re.ASCII
+)
 NEWEST_SCHEMA = 2  # of documents with a schedule
 
 # Writing --------------------------------------------------------------------------------------------
@@ -25,7 +30,7 @@ def graph_to_json(graph: Graph) -> Json:
         "device": graph.device,
         "profiled_on": graph.profiled_on,
         "notes": list(graph.notes),
-        "assumptions": list(graph.assumptions),
+        "assumptions": [str(assumption) for assumption in graph.assumptions],
         "outputs": [*sorted(graph.outputs)],
         "results": [[name, tensor] for name, tensor in graph.results],
         "values": [
@@ -114,7 +119,7 @@ def graph_from_json(json_graph: Reader) -> Graph:
         device=json_graph["device"].of(str),
         profiled_on=json_graph["profiled_on"].optional(str),
         notes=json_graph["notes"].many(lambda note: note.of(str)),
-        assumptions=json_graph["assumptions"].many(lambda assumption: assumption.of(str)),
+        assumptions=json_graph["assumptions"].many(_assumption_from_json),
         outputs=frozenset(json_graph["outputs"].ints()),
         results=json_graph["results"].many(_result_from_json),
         values=tuple(_numbered(json_graph["values"], _value_from_json)),
@@ -151,6 +156,13 @@ def _result_from_json(entry: Reader) -> tuple[str, int]:
     if len(fields) != 2:
         raise Unexpected(f"{entry.where} should be a name and a tensor, found {len(fields)} fields")
     return fields[0].of(str), fields[1].of(int)
+
+
+def _assumption_from_json(entry: Reader) -> Assumption:
+    text = entry.of(str)
+    if found := _NO_GRADIENT.fullmatch(text):
+        return NoGradient(output=int(found[1]), graph=int(found[2]))
+    return entry.choice(Finding)
 
 
 def _op_from_json(position: int, entry: Reader) -> Op:

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from lowtide.compat.patches import patched
+from lowtide.ir.assumptions import Assumption, Finding
 from lowtide.ir.graph import Role
 from lowtide.trace.graph_builder import GraphBuilder
-
-UNPACKED = "transformers: sequences are not packed, and that does not depend on the batch"
 
 
 class Positions:
@@ -31,9 +30,9 @@ class Positions:
         self._answers: list[bool] = []
 
     @property
-    def assumptions(self) -> tuple[str, ...]:
+    def assumptions(self) -> tuple[Finding, ...]:
         """What the dry run found to be so whatever the batch."""
-        return (UNPACKED,) if self._answers and all(self._answers) else ()
+        return (Finding.UNPACKED,) if self._answers and all(self._answers) else ()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -69,7 +68,7 @@ class Positions:
 
 
 @contextmanager
-def unnoticed_by_transformers(assumptions: Collection[str] = ()) -> Iterator[None]:
+def unnoticed_by_transformers(assumptions: Collection[Assumption] = ()) -> Iterator[None]:
     """Keep transformers from taking other paths because tensors are fake, or because Dynamo looks on."""
     eager = partial(patched, why="the path that is taken in eager PyTorch", since="transformers 5")
     with ExitStack() as patches:
@@ -81,7 +80,7 @@ def unnoticed_by_transformers(assumptions: Collection[str] = ()) -> Iterator[Non
             patches.enter_context(eager(masks, "is_tracing", _depends_on_numbers))
         if hasattr(masks, "is_torchdynamo_exporting"):  # asked by later versions, and Dynamo says yes
             patches.enter_context(eager(masks, "is_torchdynamo_exporting", _is_never_exported))
-        if UNPACKED in assumptions and hasattr(masks, "find_packed_sequence_indices"):
+        if Finding.UNPACKED in assumptions and hasattr(masks, "find_packed_sequence_indices"):
             patches.enter_context(eager(masks, "find_packed_sequence_indices", _nothing_is_packed))
         yield
 

@@ -8,14 +8,15 @@ import torch
 from torch import nn
 
 from lowtide._version import __version__
-from lowtide.cost.measure import measure
 from lowtide.errors import BadRequest
 from lowtide.execute.identity import described_inputs
 from lowtide.planner.baseline import Baseline, Source, Verdict, judge, load_baseline, save_baseline
 from lowtide.planner.fit import Fit, fit
+from lowtide.planner.real_step import RealStep
 from lowtide.text.budget import parse_bytes
 from lowtide.text.units import format_bytes
-from lowtide.trace.step import Example, Loss, arguments, build_optimizer, training_step
+from lowtide.trace.spec import StepSpec
+from lowtide.trace.step import Example, Loss, arguments
 from lowtide.trace.training import empty_gradients
 
 _WRITE = "Write it once, with write_baseline=True, and put the file under version control."
@@ -96,12 +97,9 @@ def _measured(
     optimizer: str | None,
     device: str | torch.device | None,
 ) -> Baseline:
-    updates = None if optimizer is None else build_optimizer(optimizer, model, device)
-    step = training_step(model, example, loss, updates)
+    step = RealStep(StepSpec(model, example, loss, optimizer, device=device), warm_up=1)
     with empty_gradients(model):
-        step()
-        model.zero_grad(set_to_none=True)
-        reading = measure(step, device=device)
+        reading = step.measured()
     return Baseline(
         model=type(model).__name__,
         device=reading.device,

@@ -264,7 +264,7 @@ def test_measuring_leaves_the_model_as_it_was(fails: bool, monkeypatch: pytest.M
     gradients = [parameter.grad for parameter in mine.model.parameters()]
     hooks = [len(module._forward_hooks) for module in mine.model.modules()]
     if fails:
-        monkeypatch.setattr("lowtide.planner.compare.seconds_of", lambda step, device: [][0])
+        monkeypatch.setattr("lowtide.planner.real_step.seconds_of", lambda step, device: [][0])
         with pytest.raises(IndexError):
             compare(mine, methods=["hong-linear"], measure=True, repeats=1)
     else:
@@ -278,7 +278,7 @@ def test_measuring_leaves_the_model_as_it_was(fails: bool, monkeypatch: pytest.M
 
 def test_times_are_medians_of_steps_taken_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([1.0, 2.0, 9.0, 3.0, 2.0, 8.0])
-    monkeypatch.setattr("lowtide.planner.compare.seconds_of", lambda step, device: next(seconds))
+    monkeypatch.setattr("lowtide.planner.real_step.seconds_of", lambda step, device: next(seconds))
     found = compare(rehearsal("cpu"), methods=["hong-linear"], measure=True, repeats=3)
     # plain 1, 9, 2 and planned 2, 3, 8
     assert [row.measured_seconds_ratio for row in found.rows] == [1.0, 3.0 / 2.0]
@@ -308,7 +308,7 @@ def test_a_plan_that_does_not_fit_the_device_is_a_problem_of_its_methods(
             raise torch.OutOfMemoryError("no")
         return plainly(step, **options)
 
-    monkeypatch.setattr("lowtide.planner.compare.read_peak", full_at_first)
+    monkeypatch.setattr("lowtide.planner.real_step.measure", full_at_first)
     plain, planned = compare(rehearsal("cpu"), methods=["hong-linear"], measure=True, repeats=1).rows
     assert plain.problem == "the device ran out of memory when it was measured"
     assert plain.predicted_peak_bytes is not None

@@ -19,13 +19,13 @@ def rehearsal() -> Rehearsal:
 
 
 def real(rehearsal: Rehearsal) -> RealStep:
-    return RealStep(rehearsal.model, rehearsal.example, rehearsal.loss, "adamw", "cpu", rehearsal.plain)
+    return RealStep(rehearsal.spec)
 
 
 def test_a_real_step_holds_what_was_predicted_plain_and_under_a_plan(rehearsal: Rehearsal) -> None:
     solution = rehearsal.solve(rehearsal.chain(), "rotor")
     step = real(rehearsal)
-    plain, planned = step.reading(), step.reading(solution)
+    plain, planned = step.reading(rehearsal.plain), step.reading(rehearsal.plain, solution)
     assert plain is not None
     assert planned is not None
     assert plain.peak_bytes == pytest.approx(rehearsal.plain.peak_bytes, rel=0.01)
@@ -41,7 +41,7 @@ def test_a_plan_that_the_model_has_is_there_again_afterwards(rehearsal: Rehearsa
     model = rehearsal.model
     lowtide.apply(model, rehearsal.solve(rehearsal.chain(), "rotor"))
     hooks = len(model._forward_hooks) + sum(len(part._forward_hooks) for part in model.modules())
-    assert real(rehearsal).reading() is not None
+    assert real(rehearsal).reading(rehearsal.plain) is not None
     assert len(model._forward_hooks) + sum(len(part._forward_hooks) for part in model.modules()) == hooks > 0
     lowtide.remove(model)
 
@@ -53,5 +53,5 @@ def test_a_step_that_runs_out_of_memory_has_no_reading(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(real_step, "measure", fails)
-    assert real(rehearsal).reading() is None
+    assert real(rehearsal).reading(rehearsal.plain) is None
     assert all(parameter.grad is None for parameter in rehearsal.model.parameters())

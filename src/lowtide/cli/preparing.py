@@ -35,7 +35,9 @@ class Asked:
         """Its model, which takes no memory, and its batch."""
         return load_model(self.model, self.sizes)
 
-    def spec(self, setup: Setup, progress: Callable[[int, int], None], accumulate: int = 1) -> StepSpec:
+    def spec(
+        self, setup: Setup, progress: Callable[[int, int], None] | None = None, accumulate: int = 1
+    ) -> StepSpec:
         """The step, with the model and the batch that were loaded."""
         from lowtide.trace.spec import StepSpec
 

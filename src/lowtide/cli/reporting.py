@@ -169,5 +169,5 @@ def _measured(contents: Contents, asked: Asked, setup: Setup, plain: Trace) -> C
     from lowtide.report.content.contents import with_readings
 
     assert asked.device is not None, "where to measure was settled before"
-    step = RealStep(setup.model, setup.example, setup.loss, asked.optimizer, asked.device, plain)
-    return with_readings(contents, step.reading(), step.reading(contents.solution))
+    step = RealStep(asked.spec(setup))
+    return with_readings(contents, step.reading(plain), step.reading(plain, contents.solution))

@@ -69,7 +69,7 @@ def measure(
     """
     if timed < 0:
         raise BadRequest(f"the step cannot be timed {timed} times; give 0 or more")
-    where = present_device(_default_device() if device is None else device, "measure")
+    where = present_device(default_device() if device is None else device, "measure")
     reading = _measure_cpu(step) if where.type == "cpu" else _measure_cuda(step, where)
     if not timed:
         return reading
@@ -90,7 +90,8 @@ def present_device(device: str | torch.device, doing: str) -> torch.device:
     return where
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
+    """Where a step is measured unless told: on CUDA, if this process uses it."""
     return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
 
 

@@ -16,19 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.cost.measure import Reading, measure, present_device
+from lowtide.cost.measure import Reading
 from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, InfeasibleBudget
 from lowtide.execute.apply import apply
 from lowtide.planner.batch_search import Plain, Planned, Reached, settled
 from lowtide.planner.batch_steps import MOST, Asked, Batch, BatchOf, Steps, Telling
+from lowtide.planner.real_step import RealStep
 from lowtide.solvers import default_method, is_scheduler, schedulers, solve
 from lowtide.solvers.method import Scheduler
 from lowtide.text.budget import LOWEST, Budget, parse_bytes
 from lowtide.trace.spec import StepSpec
-from lowtide.trace.step import Loss, Updates, optimizer_of, training_step
-
-_WARM_UP = 2  # libraries set themselves up in the first steps, and optimizers make their states
+from lowtide.trace.step import Loss, Updates
 
 
 @dataclass(frozen=True)
@@ -155,19 +154,11 @@ def measure_reached(
     Raises:
         DeviceMissing: the device is not on this machine.
     """
-    where = present_device(device, "measure")
+    step = RealStep(StepSpec(model, batch.example, batch.loss, optimizer, device=device))
+    _ = step.device  # is there, or is refused before the plan is put on
     if reached.solution is not None:
         apply(model, reached.solution)
-    step = training_step(model, batch.example, batch.loss, optimizer_of(optimizer, model, where))
-
-    def fresh_step() -> None:
-        model.zero_grad(set_to_none=True)
-        step()
-
-    for _ in range(_WARM_UP):
-        fresh_step()
-    model.zero_grad(set_to_none=True)
-    return measure(fresh_step, device=where, timed=1)
+    return step.measured(timed=1)
 
 
 def _check(method: str | Scheduler, time_limit: float | None, multiple_of: int) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,23 +15,19 @@ from lowtide.chain.chain import Chain
 from lowtide.chain.cuts import Granularity
 from lowtide.chain.plan import Plan
 from lowtide.compat.trees import tree_leaves
-from lowtide.cost.measure import measure as read_peak
-from lowtide.cost.measure import present_device, seconds_of
+from lowtide.cost.measure import present_device
 from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, CannotApply, CannotTrace, UnknownMethod
-from lowtide.execute.layer_hooks import apply, set_aside
-from lowtide.ir.graph import Role
 from lowtide.planner.layers import Rehearsal
+from lowtide.planner.real_step import RealStep
 from lowtide.solvers import methods as registered
 from lowtide.solvers import refuse_lowest, schedulers
 from lowtide.solvers.method import Method
 from lowtide.solvers.solution import Confirmation, Solution
 from lowtide.text.budget import Budget
 from lowtide.text.units import format_bytes
-from lowtide.trace.dry_run import Trace
-from lowtide.trace.step import arguments, optimizer_name, optimizer_of, training_step
+from lowtide.trace.step import arguments, optimizer_name
 
-_WARM_UP = 2  # steps before one is measured: libraries set themselves up, optimizers make their states
 _FEW_LAYERS = 12  # so many exhaustive does in a second or two
 
 
@@ -287,64 +283,20 @@ def _measured(
     seconds: dict[Plan, list[float]] = {}
     rounds = len(solutions) * (1 + repeats)
     with _as_found(rehearsal.model, device):
-        trial = _Trial(rehearsal, device)
+        step = RealStep(replace(rehearsal.spec, device=device))
         for solution in solutions:
-            peaks[solution.plan] = trial.peak_bytes(solution)
+            found = step.reading(rehearsal.plain, solution)
+            peaks[solution.plan] = None if found is None else found.peak_bytes
             _tell(progress, len(peaks), rounds)
         able = [solution for solution in solutions if peaks[solution.plan] is not None]
         for turn in range(1, repeats + 1):
             for solution in able:
-                seconds.setdefault(solution.plan, []).append(trial.seconds(solution))
+                seconds.setdefault(solution.plan, []).append(step.seconds(solution))
             _tell(progress, len(solutions) * (1 + turn), rounds)
     return {
         plan: None if peak is None else _Reading(peak, statistics.median(seconds[plan]))
         for plan, peak in peaks.items()
     }
-
-
-class _Trial:
-    """The real step of a rehearsal, run under one plan after another."""
-
-    def __init__(self, rehearsal: Rehearsal, device: torch.device) -> None:
-        self.model = rehearsal.model
-        self.device = device
-        self.optimizer = optimizer_of(rehearsal.optimizer, self.model, device)
-        self.step: Callable[[], object] = training_step(
-            self.model, rehearsal.example, rehearsal.loss, self.optimizer
-        )
-        self.before_bytes = _bytes_before(rehearsal.plain)
-
-    def peak_bytes(self, solution: Solution) -> int | None:
-        """The most that a step under the plan holds; None if it does not run for want of memory."""
-        try:
-            with self._under(solution):
-                for _ in range(_WARM_UP):
-                    self.step()
-                    self.model.zero_grad(set_to_none=True)
-                reading = read_peak(self.step, device=self.device)
-        except torch.OutOfMemoryError:
-            return None
-        on_cpu = self.device.type == "cpu"
-        return self.before_bytes + reading.growth_bytes if on_cpu else reading.peak_bytes
-
-    def seconds(self, solution: Solution) -> float:
-        """The wall time of one step."""
-        with self._under(solution):
-            return seconds_of(self.step, self.device)
-
-    @contextmanager
-    def _under(self, solution: Solution) -> Iterator[None]:
-        with set_aside(self.model):
-            apply(self.model, solution)
-            self.model.zero_grad(set_to_none=True)
-            yield
-
-
-def _bytes_before(trace: Trace) -> int:
-    """What is there when a step begins, but for gradients: a measured one begins without."""
-    graph = trace.graph
-    there = [value for value in graph.resident if graph.values[value].role is not Role.GRADIENT]
-    return sum(graph.counted_bytes(value) for value in there)
 
 
 @contextmanager

@@ -2,66 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
-from torch import nn
 
-from lowtide.cost.measure import Reading, measure, present_device
+from lowtide.cost.measure import Reading, default_device, measure, present_device, seconds_of
 from lowtide.execute.apply import apply, set_aside
 from lowtide.ir.graph import Role
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.trace.dry_run import Trace
-from lowtide.trace.step import Example, Loss, build_optimizer, training_step
+from lowtide.trace.spec import StepSpec
+from lowtide.trace.step import optimizer_of, training_step
 
-_WARM_UP = 2  # steps before one is measured: plans are compiled, optimizers make their states
+_WARM_UP = 2  # libraries set themselves up, plans are compiled, optimizers make their states
 
 
 @dataclass(frozen=True)
 class RealStep:
-    """A model that is there, a batch and a step over them; `plain` is a dry run of the step.
+    """A step whose model and batch are there. Running it trains the model.
 
-    Steps train the model. A plan that it has is set aside, and there again afterwards.
+    `warm_up` steps are run before one is measured, and each begins without gradients.
     """
 
-    model: nn.Module
-    example: Example
-    loss: Loss | None
-    optimizer: str | None
-    device: str
-    plain: Trace
+    spec: StepSpec
+    warm_up: int = _WARM_UP
 
-    def reading(self, solution: Solution | GraphSolution | None = None) -> Reading | None:
-        """One step under `solution`, or as it is; None if the device has too little memory for it.
+    @cached_property
+    def device(self) -> torch.device:
+        """Where it runs. Raises BadRequest or DeviceMissing: see `measure`."""
+        return present_device(default_device() if self.spec.device is None else self.spec.device, "measure")
 
-        On the CPU, where the allocator does not know what was there before, that is what the dry run counts.
+    @cached_property
+    def _run(self) -> Callable[[], torch.Tensor]:
+        spec = self.spec
+        optimizer = optimizer_of(spec.optimizer, spec.model, spec.device)
+        step = training_step(spec.model, spec.example, spec.loss, optimizer)
+
+        def run() -> torch.Tensor:
+            spec.model.zero_grad(set_to_none=True)
+            return step()
+
+        return run
+
+    def measured(self, timed: int = 0) -> Reading:
+        """One step of the model as it is, with the plan that it has; `timed` is as in `measure`.
+
+        Raises:
+            BadRequest, DeviceMissing: see `measure`.
+        """
+        where = self.device
+        for _ in range(self.warm_up):
+            self._run()
+        self.spec.model.zero_grad(set_to_none=True)
+        return measure(self._run, device=where, timed=timed)
+
+    def reading(self, plain: Trace, solution: Solution | GraphSolution | None = None) -> Reading | None:
+        """One step under `solution`, or without a plan; None if the device has too little memory for it.
+
+        A plan that the model has is set aside, and there again afterwards. On the CPU, where the allocator
+        does not know what was there before the step, that is what `plain`, a dry run of it, counts.
 
         Raises:
             BadRequest, DeviceMissing: see `measure`.
             CannotApply: see `apply`.
         """
-        where = present_device(self.device, "measure")
-        optimizer = None if self.optimizer is None else build_optimizer(self.optimizer, self.model, where)
-        step = training_step(self.model, self.example, self.loss, optimizer)
-        with set_aside(self.model):
-            if solution is not None:
-                apply(self.model, solution)
+        with self._under(solution):
             try:
-                for _ in range(_WARM_UP):
-                    step()
-                    self.model.zero_grad(set_to_none=True)
-                found = measure(step, device=where)
+                found = self.measured()
             except torch.OutOfMemoryError:
                 return None
             finally:
-                self.model.zero_grad(set_to_none=True)
-        return found if where.type == "cuda" else _counted_from(found, self._bytes_before())
+                self.spec.model.zero_grad(set_to_none=True)
+        return found if self.device.type == "cuda" else _counted_from(found, _bytes_before(plain))
 
-    def _bytes_before(self) -> int:
-        """What is there when a step begins, but for gradients: a measured one begins without."""
-        graph = self.plain.graph
-        there = [value for value in graph.resident if graph.values[value].role is not Role.GRADIENT]
-        return sum(graph.counted_bytes(value) for value in there)
+    def seconds(self, solution: Solution | GraphSolution | None = None) -> float:
+        """The wall time of one step under `solution`, or without a plan. Nothing warms up."""
+        with self._under(solution):
+            self.spec.model.zero_grad(set_to_none=True)
+            return seconds_of(self._run, self.device)
+
+    @contextmanager
+    def _under(self, solution: Solution | GraphSolution | None) -> Iterator[None]:
+        with set_aside(self.spec.model):
+            if solution is not None:
+                apply(self.spec.model, solution)
+            yield
+
+
+def _bytes_before(plain: Trace) -> int:
+    """What is there when a step begins, but for gradients: a measured one begins without."""
+    graph = plain.graph
+    there = [value for value in graph.resident if graph.values[value].role is not Role.GRADIENT]
+    return sum(graph.counted_bytes(value) for value in there)
 
 
 def _counted_from(reading: Reading, resident_bytes: int) -> Reading:

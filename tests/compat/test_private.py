@@ -35,6 +35,14 @@ def boxed() -> object:
     return pkgutil.resolve_name("torch._functorch._aot_autograd.utils.make_boxed_func")(print)
 
 
+def compiled_function() -> object:
+    """The autograd function that AOTAutograd makes of a graph."""
+    made = torch.compile(torch.exp, backend="aot_eager", dynamic=False)(torch.ones(1, requires_grad=True))
+    node: Any = made.grad_fn
+    function: object = node._forward_cls
+    return function
+
+
 def replicated() -> object:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
@@ -49,6 +57,7 @@ def lightning_module() -> object:
 
 # Classes whose attributes only their instances have.
 EXAMPLES: dict[str, Callable[[], object]] = {
+    "torch._functorch._aot_autograd.runtime_wrappers.CompiledFunction": compiled_function,
     "torch._functorch._aot_autograd.utils.make_boxed_func": boxed,
     "torch._dynamo.eval_frame.OptimizedModule": lambda: torch.compile(torch.nn.ReLU(), backend="eager"),
     "torch._dynamo.metrics_context.MetricsContext": get_metrics_context,

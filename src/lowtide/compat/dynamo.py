@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,6 +43,10 @@ PRIVATE = (
         "torch._functorch._aot_autograd.utils.make_boxed_func._boxed_call",
         "marks a function that AOTAutograd is to hand its arguments in a list",
     ),
+    Private(
+        "torch._functorch._aot_autograd.runtime_wrappers.CompiledFunction._double_backward",
+        "is called for a backward that is to be differentiated itself",
+    ),
 )
 
 # Loggers that print, before an error is raised, what the error itself says better; and one that, before
@@ -51,6 +57,8 @@ CHATTY_LOGGERS = (
     "torch._dynamo.variables.tensor",
     FAKE_KERNELS,
 )
+
+_FRAMES_TO_AUTOGRAD = 16  # from a function that runs a backward: those of lowtide, and AOTAutograd's own
 
 Run = Callable[[list[Any]], Any]  # takes its arguments in a list, and empties it
 
@@ -97,6 +105,19 @@ def boxed(run: Run) -> Run:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def is_to_be_differentiated() -> bool:
+    """Asked in a backward that AOTAutograd calls: whether that backward is to be differentiated itself.
+
+    AOTAutograd calls it through a function of its own then; autograd itself cannot be asked.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_AUTOGRAD):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_code.co_name == "_double_backward":
+            return True
+    return False
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -57,7 +57,12 @@ def _cell(row: Json, least: Mapping[str, float]) -> str:
         return FAILURES.get(row["failure"], "failed")
     figures = {"peak_bytes": f"{row['peak_bytes'] / 2**20:,.0f}", "ms": f"{row['ms']:,.0f}"}
     shown = (f"**{text}**" if row[key] == least[key] else text for key, text in figures.items())
-    return " / ".join(shown) + (" †" if row.get("before") else "")
+    return " / ".join(shown) + _mark(row)
+
+
+def _mark(row: Json) -> str:
+    """† behind what is of an earlier run."""
+    return " †" if row.get("before") else ""
 
 
 def _source(machine: Json) -> str:
@@ -74,7 +79,7 @@ def sentence(document: Json) -> str:
     rows = [row for row in document["rows"] if "peak_bytes" in row]
     found = {row["label"]: row for row in rows if row["subject"].startswith("convnext_base")}
     eager, own, same, lowest = (
-        f"{found[way]['peak_bytes'] / 2**20:,.0f} MiB in {found[way]['ms']:.0f} ms"
+        f"{found[way]['peak_bytes'] / 2**20:,.0f} MiB in {found[way]['ms']:.0f} ms{_mark(found[way])}"
         for way in (
             "eager",
             "own checkpointing",

@@ -318,9 +318,10 @@ def test_the_sentence_of_what_one_line_did_has_four_measured_rows() -> None:
         {"subject": "convnext_base, bf16", "label": way, "peak_bytes": (4 - place) << 30, "ms": 10.4 + place}
         for place, way in enumerate(ways)
     ]
+    rows[3]["before"] = True
     said = " ".join(script("stands").sentence({"rows": rows, "machine": {"device": "A GPU"}}).split())
     assert "measured on an A GPU: 4,096 MiB in 10 ms as it is written; 2,048 MiB in 12 ms within" in said
-    assert "which takes 3,072 MiB in 11 ms; 1,024 MiB in 13 ms at the lowest." in said
+    assert "which takes 3,072 MiB in 11 ms; 1,024 MiB in 13 ms † at the lowest." in said
 
 
 @pytest.mark.usefixtures("scripts")

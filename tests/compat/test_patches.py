@@ -102,6 +102,7 @@ def test_replacements_of_one_name_are_undone_in_reverse() -> None:
         with patched(thing, "own", 2, why="second", since="now"):
             assert [patch.why for patch in active()] == ["first", "second"]
         assert held(thing, "own") == 1
+        assert [patch.why for patch in active()] == ["first"]
     assert thing.own is before
     assert active() == ()
 
@@ -153,7 +154,7 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
         ((cell_of(LOSS), "cell_contents"),),
     ),
 }
-ELSEWHERE = {"aot/capture", "integrations/lightning"}  # tested below, and where there is a Trainer
+BELOW = {"aot/capture", "integrations/lightning"}  # those that are no context by themselves
 
 
 @pytest.mark.parametrize(("enter", "targets"), REAL.values(), ids=REAL)
@@ -195,6 +196,21 @@ def test_a_forward_that_is_captured_is_the_same_after_an_exception(
     assert held(model, "forward") is before
 
 
+def test_a_lightning_module_is_the_same_after_an_exception() -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from lowtide.integrations.lightning import LowtideCallback
+
+    callback, module = LowtideCallback("1GiB"), lightning.LightningModule()
+    module.log = module.log  # one that is its own already
+    before = dict(vars(module))
+    for name in ("log", "training_step"):
+        callback._stand_in(module, name, print)
+        assert held(module, name) is print
+    callback.on_exception(None, module, Interruption())
+    assert vars(module).keys() == before.keys()
+    assert all(held(module, name) is old for name, old in before.items())
+
+
 def test_every_module_that_replaces_foreign_code_is_tested_here() -> None:
     package = Path(lowtide.__file__).parent
     users = {
@@ -203,7 +219,7 @@ def test_every_module_that_replaces_foreign_code_is_tested_here() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module == "lowtide.compat.patches"
     }
-    assert users == {name.partition(",")[0] for name in REAL} | ELSEWHERE
+    assert users == {name.partition(",")[0] for name in REAL} | BELOW
 
 
 def test_global_hooks_are_gone_after_an_exception() -> None:

@@ -185,3 +185,9 @@ def test_relative_imports_of_a_package_start_at_the_package() -> None:
 )
 def test_an_imported_name_is_placed_in_its_package(name: str, part: str | None) -> None:
     assert part_of(name) == part
+
+
+def test_contributing_shows_the_table() -> None:
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = [row.split("|")[1:-1] for row in text.splitlines() if row.startswith("| ")][1:]
+    assert {name.strip(): rest[-1].strip().strip("–") for name, *rest in rows} == MAY_IMPORT

@@ -27,7 +27,7 @@ from lowtide.aot.mark import Mark
 from lowtide.aot.unused_outputs import differentiable_outputs, gradientless
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import CHATTY_LOGGERS, configured, graph_breaks, reset
-from lowtide.compat.dynamo_caches import forget_stacks
+from lowtide.compat.dynamo_caches import forget_tracing
 from lowtide.ir.assumptions import Assumption, NoGradient
 from lowtide.ir.graph import Phase
 from lowtide.trace.attribution import Attribution, Place
@@ -89,7 +89,7 @@ def compiling(assumptions: Collection[Assumption] = ()) -> Iterator[None]:
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield
     finally:
-        forget_stacks()
+        forget_tracing()
         for logger in chatty:
             logger.removeFilter(_silence)
 

@@ -18,7 +18,7 @@ from lowtide.backend.request import Request
 from lowtide.backend.solve import solved_by_all, with_others
 from lowtide.compat.autograd import after_backward
 from lowtide.compat.ddp import let_go_of_old_buckets
-from lowtide.compat.dynamo_caches import forget_stacks
+from lowtide.compat.dynamo_caches import forget_tracing
 from lowtide.compat.tensors import StorageWeakRef
 from lowtide.solvers.solution import GraphSolution
 
@@ -103,7 +103,7 @@ class CompiledStep:
 
     def _plan_what_was_watched(self) -> None:
         let_go_of_old_buckets()
-        forget_stacks()
+        forget_tracing()
         if any(run.waiting and not run.mark.expired() for run in self.watched):
             return
         runs, self.watched = [run for run in self.watched if not run.waiting], []

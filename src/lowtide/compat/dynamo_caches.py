@@ -6,6 +6,7 @@ class.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterable
 from types import CodeType
@@ -29,12 +30,18 @@ PRIVATE = (
 )
 
 
-def forget_stacks() -> None:
-    """Have Dynamo let go of the stacks of its compilations: it notes them, for an error that never comes.
+def forget_tracing() -> None:
+    """Have Dynamo and Python let go of what tracing has met.
 
-    A stack holds the code of its frames, and the code of a frame what was compiled for it.
+    Dynamo notes the stack of every compilation, for an error that never comes: a stack holds the code of its
+    frames, and the code of a frame what was compiled for it. Python 3.12.0 to 3.12.3 hold the last 128
+    classes that `inspect.getattr_static` has looked at, and a class that was made in a function holds what
+    its methods close over: the weights of a whole model, perhaps.
     """
     get_metrics_context()._edits.clear()
+    classes = getattr(inspect, "_shadowed_dict_from_mro_tuple", None)
+    if classes is not None:
+        classes.cache_clear()
 
 
 def frame_being_compiled() -> CodeType:

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from lowtide.compat.dispatch import schema_of
 from lowtide.compat.tensors import storage_key, tensors_in
+from lowtide.trace.graph_builder import is_op
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,8 @@ def _ops(graph: fx.Graph, seen: set[int]) -> list[fx.Node]:
     found: list[fx.Node] = []
     for node in graph.nodes:
         made = [storage_key(tensor) for tensor in tensors_in(node.meta.get("val"))]
-        if node.op == "call_function" and node.target is not operator.getitem:
-            schema = schema_of(node.target)
-            changes = schema is not None and schema.is_mutable
-            if changes or not made or not seen.issuperset(made):
-                found.append(node)
+        called = node.op == "call_function" and node.target is not operator.getitem
+        if called and is_op(node.target, [storage in seen for storage in made]):
+            found.append(node)
         seen.update(made)
     return found

@@ -78,6 +78,15 @@ def symbol_text(found: object) -> str:
     return str(found).removeprefix("torch.")
 
 
+def is_op(func: Any, known: Sequence[bool]) -> bool:
+    """Whether a call is an op of a `Graph`: it makes or changes something, or makes no tensor at all.
+
+    `known` says of each tensor that it returns whether its storage was there before. Other calls are views.
+    """
+    schema = schema_of(func)
+    return (schema is not None and schema.is_mutable) or not known or not all(known)
+
+
 class GraphBuilder:
     """Collects ops and values; `finish` returns the graph.
 
@@ -158,7 +167,7 @@ class GraphBuilder:
         made = [tensor for tensor in outputs if tensor is not None]
         mutated = self._mutated(func, args, kwargs)
         updated = self._updated(func, args)
-        if made and not mutated and all(self.value_of(tensor) is not None for tensor in made):
+        if not mutated and not is_op(func, [self.value_of(tensor) is not None for tensor in made]):
             return None
         skipped = {*updated, *(self.value_of(tensor) for tensor in _ignored(func, args))}
         known = (self.value_of(tensor) for tensor in tensors_in(args, kwargs))

@@ -21,7 +21,7 @@ from lowtide.arena.layout import lay_out
 from lowtide.arena.tags import share
 from lowtide.ir.graph import Graph, Op
 from lowtide.ir.notation import schedule_from_json, schedule_to_json
-from lowtide.ir.schedule import Compute, Schedule, straight
+from lowtide.ir.schedule import Schedule, straight
 from lowtide.ir.simulate import simulate
 from lowtide.solvers.ops.segments import recursive, segmented, without
 from lowtide.solvers.refereed import extra_seconds
@@ -140,7 +140,7 @@ def estimated(scheme: Scheme, graph: Graph, plan: Planned) -> Json:
     share_seconds = time.perf_counter() - started
     layout = lay_out(bare, plan.schedule) if scheme.sharing else None
     layout_seconds = time.perf_counter() - started - share_seconds
-    ran = Counter(step.op for step in plan.schedule if isinstance(step, Compute))
+    ran = Counter(plan.schedule.computed)
     return {
         "ops": len(graph.ops),
         "feature_bytes": shared.total_bytes,

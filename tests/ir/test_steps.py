@@ -19,6 +19,7 @@ from lowtide.aot.codegen import _Half
 from lowtide.arena.layout import lay_out
 from lowtide.errors import BadFile, CannotApply, CannotRun, IllegalSchedule
 from lowtide.execute.executor import Executor
+from lowtide.ir.assumptions import Finding, NoGradient
 from lowtide.ir.cuda_allocator import cached
 from lowtide.ir.graph import Graph
 from lowtide.ir.lives import lives
@@ -28,6 +29,7 @@ from lowtide.ir.walk import walk
 from lowtide.report.content.curve import Curve
 from lowtide.report.export.snapshot import snapshot
 from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
+from lowtide.solvers.solution import GraphSolution
 from lowtide.solvers.summary import held_at_turn
 from tests.helpers.handmade import Drawing, solved, steps, three_layers
 
@@ -60,6 +62,7 @@ def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, Return.kind, Return)
 
 
+OLD_FILE = Path(__file__).parents[1] / "files" / "plan-schema-1.json"
 WIDE = 2  # 1000 bytes, which the first op makes, and the second and the last one read
 
 
@@ -169,6 +172,16 @@ def test_a_plan_without_it_is_written_as_it_always_was(tmp_path: Path) -> None:
     save_graph(three_layers(), path, steps(0, "f2"))
     document = json.loads(path.read_text())
     assert (document["schema"], document["schedule"]) == (1, [0, -3])
+
+
+def test_a_plan_of_the_first_schema_is_read_and_written_again_byte_for_byte(tmp_path: Path) -> None:
+    old, new = OLD_FILE, tmp_path / "plan.json"
+    solution = load_solution(old)
+    assert isinstance(solution, GraphSolution)
+    assert solution.schedule == steps(0, 1, "f2", 2, 3, 4, "f4", 0, 5, "f2", "f3", "f6")
+    assert solution.graph.assumptions == (Finding.UNPACKED, NoGradient(graph=0, output=1))
+    save_solution(solution, new)
+    assert new.read_bytes() == old.read_bytes()
 
 
 @pytest.mark.parametrize(

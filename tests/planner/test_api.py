@@ -298,7 +298,11 @@ def planned_growth(model: nn.Module, *args: object) -> int:
 
 
 @pytest.mark.parametrize(
-    "others", [[(torch.randn(size, 64),) for size in (600, 128, 512)], [(BATCH, 4), (BATCH, 6), (BATCH,)]]
+    "others",
+    [
+        [(torch.randn(size, 64),) for size in (600, 128, 512)],
+        pytest.param([(BATCH, 4), (BATCH, 6), (BATCH,)], marks=pytest.mark.long),
+    ],
 )
 def test_under_a_budget_other_inputs_are_planned_for_when_they_are_met(
     others: list[tuple[object, ...]],

@@ -27,7 +27,7 @@ from benchmarks.prediction.prediction import traced
 from benchmarks.shared.machines import machine
 from benchmarks.shared.rows import ROWS
 from lowtide.cost.flops import flops_of
-from lowtide.cost.roofline import LAUNCH_SECONDS, RATES, Kind, estimated_seconds, kind_of, moved_bytes
+from lowtide.cost.roofline import LAUNCH_SECONDS, RATES, Pace, estimated_seconds, kind_of, moved_bytes
 from lowtide.ir.graph import Graph
 from lowtide.text.documents import write_text
 
@@ -35,11 +35,11 @@ Json = dict[str, Any]
 Floats = NDArray[np.float64]
 # What a card can reach at most: beyond that a fit explains noise. TFLOP/s, TB/s, µs.
 MOST_FLOPS = {
-    Kind.CONVOLUTION: 400,
-    Kind.MATRIX: 60,
-    Kind.MATRIX_HALF: 800,
-    Kind.ATTENTION: 60,
-    Kind.ATTENTION_HALF: 700,
+    Pace.CONVOLUTION: 400,
+    Pace.MATRIX: 60,
+    Pace.MATRIX_HALF: 800,
+    Pace.ATTENTION: 60,
+    Pace.ATTENTION_HALF: 700,
 }
 MOST_BYTES, MOST_LAUNCH = 4.6, 30
 PULL = 0.02  # towards what is rounded, for rates that no row tells of

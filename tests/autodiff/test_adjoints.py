@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowtide.autodiff.adjoints import Look, Part, part_of
+from lowtide.autodiff.adjoints import Look, RowSlice, part_of
 from lowtide.autodiff.reverse import gradient
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Graph, Phase
@@ -22,20 +22,20 @@ from tests.helpers.drawn import drawn, laid_out_otherwise, numbers, with_seed
 @pytest.mark.parametrize(
     ("look", "part"),
     [
-        (Look((4, 3), (6, 1), 0), Part(4, 6, 0, 3)),
-        (Look((4, 3), (6, 1), 3), Part(4, 6, 3, 6)),
-        (Look((3, 4), (1, 6), 3), Part(4, 6, 3, 6)),
-        (Look((2, 6), (6, 1), 12), Part(1, 24, 12, 24)),
-        (Look((4,), (6,), 5), Part(4, 6, 5, 6)),
-        (Look((), (), 7), Part(1, 24, 7, 8)),
-        (Look((2, 2, 3), (12, 6, 1), 1), Part(4, 6, 1, 4)),
+        (Look((4, 3), (6, 1), 0), RowSlice(4, 6, 0, 3)),
+        (Look((4, 3), (6, 1), 3), RowSlice(4, 6, 3, 6)),
+        (Look((3, 4), (1, 6), 3), RowSlice(4, 6, 3, 6)),
+        (Look((2, 6), (6, 1), 12), RowSlice(1, 24, 12, 24)),
+        (Look((4,), (6,), 5), RowSlice(4, 6, 5, 6)),
+        (Look((), (), 7), RowSlice(1, 24, 7, 8)),
+        (Look((2, 2, 3), (12, 6, 1), 1), RowSlice(4, 6, 1, 4)),
         (Look((2, 3), (6, 1), 0), None),  # not of every row
         (Look((4, 3), (6, 1), 4), None),  # beyond the end of a row
-        (Look((4, 3), (6, 2), 0), Part(12, 2, 0, 1)),  # every other
+        (Look((4, 3), (6, 2), 0), RowSlice(12, 2, 0, 1)),  # every other
         (Look((4, 2), (6, 2), 0), None),  # every other, and not to the end
     ],
 )
-def test_a_part_of_every_row_is_recognised(look: Look, part: Part | None) -> None:
+def test_a_part_of_every_row_is_recognised(look: Look, part: RowSlice | None) -> None:
     assert part_of(look, 24) == part
 
 

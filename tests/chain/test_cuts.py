@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide import zoo
 from lowtide.chain.chain import Kind
-from lowtide.chain.cuts import Granularity, Step
+from lowtide.chain.cuts import Granularity, RecordedStep
 from lowtide.chain.plan import Plan
 from lowtide.chain.sizes import chain_of
 from lowtide.chain.unroll import replay
@@ -24,15 +24,15 @@ def square(output: torch.Tensor) -> torch.Tensor:
     return (output**2).sum()
 
 
-def traced(model: nn.Module, *args: torch.Tensor) -> Step:
+def traced(model: nn.Module, *args: torch.Tensor) -> RecordedStep:
     return as_step(dry_run(training_step(model, args, square), model=model))
 
 
-def as_step(trace: Trace) -> Step:
-    return Step(trace.graph, trace.schedule, trace.calls, trace.forward_ops)
+def as_step(trace: Trace) -> RecordedStep:
+    return RecordedStep(trace.graph, trace.schedule, trace.calls, trace.forward_ops)
 
 
-def from_zoo(name: str, **sizes: int) -> Step:
+def from_zoo(name: str, **sizes: int) -> RecordedStep:
     work = zoo.workload(name, zoo.Sizes(**sizes))
     step = training_step(work.model, work.kwargs or work.args, work.loss)
     return as_step(dry_run(step, model=work.model))
@@ -65,7 +65,7 @@ def test_the_chain_with_nothing_recomputed_peaks_where_the_plain_step_does(name:
         assert replay(chain, Plan()).peak_bytes == plain, granularity
 
 
-def as_trace(step: Step) -> Trace:
+def as_trace(step: RecordedStep) -> Trace:
     return Trace(step.graph, step.schedule)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._profiler import _EventType
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.cost.measure import Block, Reading, cpu_blocks, growth, measure, record_cpu
+from lowtide.cost.measure import Allocation, Reading, cpu_blocks, growth, measure, record_cpu
 from lowtide.errors import BadRequest, DeviceMissing
 
 
@@ -128,12 +128,18 @@ def test_a_block_from_an_earlier_measured_window_is_not_counted_when_it_is_freed
 
 
 def test_an_address_that_is_used_again_is_counted_again() -> None:
-    blocks = [Block(1, 7, 10), Block(2, 7, -10), Block(3, 7, 30), Block(4, 7, -30), Block(5, 7, -30)]
+    blocks = [
+        Allocation(1, 7, 10),
+        Allocation(2, 7, -10),
+        Allocation(3, 7, 30),
+        Allocation(4, 7, -30),
+        Allocation(5, 7, -30),
+    ]
     assert list(growth(blocks)) == [0, 10, 0, 30, 0]
 
 
 def test_an_event_of_no_bytes_is_neither_an_allocation_nor_a_free() -> None:
-    assert list(growth([Block(1, 7, 0), Block(2, 7, -10), Block(3, 8, 5)])) == [0, 5]
+    assert list(growth([Allocation(1, 7, 0), Allocation(2, 7, -10), Allocation(3, 8, 5)])) == [0, 5]
 
 
 def test_events_are_put_in_order_and_those_of_other_devices_left_out() -> None:
@@ -146,7 +152,7 @@ def test_events_are_put_in_order_and_those_of_other_devices_left_out() -> None:
         event(_EventType.Allocation, 3, 30),
         event(_EventType.TorchOp, 1, 99, children=(inside, event(_EventType.Allocation, 4, 40, "cuda"))),
     ]
-    assert cpu_blocks(tree) == [Block(2, 20, 20), Block(3, 30, 30)]
+    assert cpu_blocks(tree) == [Allocation(2, 20, 20), Allocation(3, 30, 30)]
 
 
 def addresses_and_sizes() -> st.SearchStrategy[list[tuple[int, int]]]:
@@ -158,15 +164,15 @@ def test_growth_is_the_sum_of_the_blocks_that_the_window_itself_allocated(
     touches: list[tuple[int, int]], before: dict[int, int]
 ) -> None:
     live, mine = dict(before), dict[int, int]()
-    blocks, expected = list[Block](), [0]
+    blocks, expected = list[Allocation](), [0]
     for when, (address, size) in enumerate(touches):  # touching a live address frees it, another allocates
         if address in live:
-            blocks.append(Block(when, address, -live.pop(address)))
+            blocks.append(Allocation(when, address, -live.pop(address)))
             if mine.pop(address, None) is None:
                 continue
         else:
             live[address] = mine[address] = size
-            blocks.append(Block(when, address, size))
+            blocks.append(Allocation(when, address, size))
         expected.append(sum(mine.values()))
     assert list(growth(blocks)) == expected
 

@@ -18,7 +18,7 @@ from torch import nn
 from lowtide.cost import cublas
 from lowtide.cost.cache import Cost, CostCache, signature
 from lowtide.cost.measure import growth, measure, record_cpu
-from lowtide.cost.op_bench import Call, Failure, measure_calls, resolve
+from lowtide.cost.op_bench import Failure, OpCall, measure_calls, resolve
 from lowtide.cost.profile import (
     Caps,
     _cuts,
@@ -50,11 +50,11 @@ def _no_cache_at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[OpCall]:
     """Every call that a profile has run, in order."""
-    found: list[Call] = []
+    found: list[OpCall] = []
 
-    def counted(calls: Sequence[Call], device: torch.device) -> Iterator[Cost | Failure]:
+    def counted(calls: Sequence[OpCall], device: torch.device) -> Iterator[Cost | Failure]:
         found.extend(calls)
         return measure_calls(calls, device)
 
@@ -150,7 +150,7 @@ def test_outputs_are_corrected_where_the_fake_kernel_does_not_know_them(cache: P
 # Each distinct call, once ---------------------------------------------------------------------------
 
 
-def test_every_distinct_call_is_run_once(cache: Path, runs: list[Call]) -> None:
+def test_every_distinct_call_is_run_once(cache: Path, runs: list[OpCall]) -> None:
     trace = traced(*convolutions())
     assert len(ops_called(trace.graph, "convolution")) == 3
     profile(trace, cache=cache)
@@ -162,7 +162,7 @@ def test_every_distinct_call_is_run_once(cache: Path, runs: list[Call]) -> None:
     assert len(runs) == len(wanted) < len(trace.graph.ops)
 
 
-def test_a_second_profile_runs_nothing_and_finds_the_same(cache: Path, runs: list[Call]) -> None:
+def test_a_second_profile_runs_nothing_and_finds_the_same(cache: Path, runs: list[OpCall]) -> None:
     trace = traced(*convolutions())
     first = profile(trace, cache=cache)
     runs.clear()
@@ -170,7 +170,7 @@ def test_a_second_profile_runs_nothing_and_finds_the_same(cache: Path, runs: lis
     assert runs == []
 
 
-def test_only_what_is_new_is_run(cache: Path, runs: list[Call]) -> None:
+def test_only_what_is_new_is_run(cache: Path, runs: list[OpCall]) -> None:
     profile(one_op("aten.bitwise_not.default"), cache=cache)
     drawing = Drawing()
     for name in "abc":
@@ -187,7 +187,7 @@ def test_ops_of_one_signature_share_their_cost(cache: Path) -> None:
     assert (second.workspace_bytes, second.seconds) == (third.workspace_bytes, third.seconds)
 
 
-def test_constants_and_ops_that_make_nothing_are_not_run(cache: Path, runs: list[Call]) -> None:
+def test_constants_and_ops_that_make_nothing_are_not_run(cache: Path, runs: list[OpCall]) -> None:
     drawing = Drawing()
     for name in "ab":
         drawing.value(name, 8)
@@ -200,7 +200,7 @@ def test_constants_and_ops_that_make_nothing_are_not_run(cache: Path, runs: list
 
 
 def test_more_calls_than_go_into_one_recording_are_all_run(
-    cache: Path, runs: list[Call], monkeypatch: pytest.MonkeyPatch
+    cache: Path, runs: list[OpCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lowtide.cost.profile._CHUNK", 2)
     trace = traced(*convolutions())
@@ -343,7 +343,7 @@ def test_notes_that_the_graph_had_are_kept_and_none_is_said_twice(cache: Path) -
     assert profile(once, cache=cache).notes == once.notes
 
 
-def test_a_failure_is_not_remembered_as_a_cost(cache: Path, runs: list[Call]) -> None:
+def test_a_failure_is_not_remembered_as_a_cost(cache: Path, runs: list[OpCall]) -> None:
     graph = one_op("aten.nonsense.default")
     profile(graph, cache=cache)
     assert profile(graph, cache=cache).notes
@@ -353,12 +353,12 @@ def test_a_failure_is_not_remembered_as_a_cost(cache: Path, runs: list[Call]) ->
 # Caps -----------------------------------------------------------------------------------------------
 
 
-def call_to(target: str, given: tuple[int, ...], made: tuple[int, ...], *extra: Any) -> Call:
+def call_to(target: str, given: tuple[int, ...], made: tuple[int, ...], *extra: Any) -> OpCall:
     def dense(number: int, shape: tuple[int, ...]) -> Tensor:
         stride = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
         return Tensor(number, number, shape, stride, 0, "float32")
 
-    return Call(target, (Ref(0), *extra), (), {0: dense(0, given)}, (dense(1, made),))
+    return OpCall(target, (Ref(0), *extra), (), {0: dense(0, given)}, (dense(1, made),))
 
 
 def test_a_call_weighs_its_arguments_and_outputs_without_what_lies_before_them() -> None:
@@ -368,7 +368,7 @@ def test_a_call_weighs_its_arguments_and_outputs_without_what_lies_before_them()
     assert moved.bytes == call.bytes
 
 
-def sizes_cut(call: Call, most_bytes: int, op_bytes: int = 10**9) -> list[tuple[int, int, int]]:
+def sizes_cut(call: OpCall, most_bytes: int, op_bytes: int = 10**9) -> list[tuple[int, int, int]]:
     found = _cuts(call, most_bytes, Caps(op_bytes))
     return [(cut.size, cut.half, cut.quarter) for cut in found]
 
@@ -438,7 +438,7 @@ def test_a_cut_call_keeps_the_order_of_strides_and_every_other_number() -> None:
     channels_last = Tensor(0, 0, (16, 3, 16, 8), (384, 1, 24, 3), 5, "float32")
     expanded = Tensor(1, 1, (16, 4), (0, 1), 0, "float32")
     weight = Tensor(2, 2, (16, 16), (1, 16), 0, "float32")
-    call = Call(
+    call = OpCall(
         "aten.made_up.default",
         (Ref(0), 16, (8, 16, 16), (16, True), ((16,), Ref(1))),
         (("size", (16, 16)), ("other", 16)),
@@ -474,7 +474,7 @@ def capped(graph: Graph, share: float) -> Caps:
 @pytest.mark.parametrize("name", ["convolution", "convolution_backward"])
 @pytest.mark.parametrize("batch", [16, 8, 32])  # 8 is also the number of channels, 32 the height and width
 def test_an_extrapolated_workspace_is_that_of_the_full_convolution(
-    tmp_path: Path, runs: list[Call], name: str, batch: int
+    tmp_path: Path, runs: list[OpCall], name: str, batch: int
 ) -> None:
     graph = traced(*convolutions(batch, extent=32)).graph
     for op in ops_called(graph, name):
@@ -498,7 +498,7 @@ def test_ops_within_the_caps_are_not_extrapolated_beside_those_that_are(cache: P
 
 
 def test_an_op_that_would_take_too_long_is_extrapolated_too(
-    tmp_path: Path, runs: list[Call], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runs: list[OpCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = traced(*convolutions(batch=16, extent=32)).graph
     most = max(call_of(op, graph).bytes for op in ops_called(graph, "convolution"))
@@ -515,7 +515,9 @@ def test_an_op_that_would_take_too_long_is_extrapolated_too(
     ]
 
 
-def test_an_extrapolated_cost_is_measured_again_once_the_caps_allow_it(cache: Path, runs: list[Call]) -> None:
+def test_an_extrapolated_cost_is_measured_again_once_the_caps_allow_it(
+    cache: Path, runs: list[OpCall]
+) -> None:
     graph = traced(*convolutions(batch=16)).graph
     caps = capped(graph, 0.5)
     small = profile(graph, cache=cache, caps=caps)
@@ -544,7 +546,7 @@ def test_an_extrapolated_cost_stands_as_long_as_one_of_the_caps_forbids_more() -
 
 
 def test_an_op_too_large_for_the_caps_that_cannot_be_made_smaller_is_named(
-    cache: Path, runs: list[Call]
+    cache: Path, runs: list[OpCall]
 ) -> None:
     graph = profile(one_op("aten.bitwise_not.default", 2), cache=cache, caps=Caps(op_bytes=1))
     assert graph.notes == (
@@ -555,17 +557,17 @@ def test_an_op_too_large_for_the_caps_that_cannot_be_made_smaller_is_named(
 
 
 def test_an_op_that_is_large_but_allowed_is_run_in_full_if_it_cannot_be_made_smaller(
-    cache: Path, runs: list[Call], monkeypatch: pytest.MonkeyPatch
+    cache: Path, runs: list[OpCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lowtide.cost.profile._SMALL_BYTES", 1)
     graph = profile(one_op("aten.bitwise_not.default", 2), cache=cache)
     assert (graph.notes, len(runs), graph.ops[0].extrapolated) == ((), 1, False)
 
 
-def failing_at(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Call], bool]) -> None:
+def failing_at(monkeypatch: pytest.MonkeyPatch, refused: Callable[[OpCall], bool]) -> None:
     """Stand-in kernels that refuse some calls; others need a byte of workspace for each of their own."""
 
-    def stand_in(calls: Sequence[Call], device: torch.device) -> Iterator[Cost | Failure]:
+    def stand_in(calls: Sequence[OpCall], device: torch.device) -> Iterator[Cost | Failure]:
         return (
             Failure(f"{call.target}: no") if refused(call) else Cost(call.bytes, 1.0, None) for call in calls
         )
@@ -605,7 +607,7 @@ def test_made_up_tensors_have_the_shapes_and_strides_asked_for_and_harmless_cont
         Symbol("dtype", "float16"),
         (Symbol("device", "cuda:7"), Ref(2)),
     )
-    call = Call(
+    call = OpCall(
         "aten.made_up.default",
         args,
         (("memory_format", Symbol("memory_format", "channels_last")),),
@@ -635,15 +637,15 @@ def test_made_up_tensors_have_the_shapes_and_strides_asked_for_and_harmless_cont
         (call_to("aten.view.default", (4, 3), (7,), (7,)), False),  # it refuses
     ],
 )
-def test_a_call_is_consistent_if_it_makes_what_it_says(call: Call, consistent: bool) -> None:
+def test_a_call_is_consistent_if_it_makes_what_it_says(call: OpCall, consistent: bool) -> None:
     assert call.is_consistent() is consistent
 
 
 def test_what_an_op_leaves_is_counted_by_storage_and_without_its_arguments() -> None:
     view = call_to("aten.view.default", (4, 3), (12,), (12,))
     in_place = call_to("aten.relu_.default", (4, 3), (4, 3))
-    parts = Call("aten.split.Tensor", (Ref(0), 2), (), {0: Tensor(0, 0, (4, 3), (3, 1), 0, "float32")}, ())
-    several = Call("aten.max.dim", (Ref(0), 0), (), dict(parts.tensors), ())
+    parts = OpCall("aten.split.Tensor", (Ref(0), 2), (), {0: Tensor(0, 0, (4, 3), (3, 1), 0, "float32")}, ())
+    several = OpCall("aten.max.dim", (Ref(0), 0), (), dict(parts.tensors), ())
     found = list(measure_calls([view, in_place, parts, several], CPU))
     assert [cost.output_bytes for cost in found if isinstance(cost, Cost)] == [(), (), (), (3 * 4, 3 * 8)]
 
@@ -776,7 +778,7 @@ def test_the_environment_of_a_card_names_it_and_its_libraries_flags(monkeypatch:
 
 
 @pytest.mark.usefixtures("_settings")
-def test_costs_of_another_environment_are_not_used(cache: Path, runs: list[Call]) -> None:
+def test_costs_of_another_environment_are_not_used(cache: Path, runs: list[OpCall]) -> None:
     graph = one_op("aten.bitwise_not.default")
     profile(graph, cache=cache)
     torch.set_num_threads(torch.get_num_threads() + 1)
@@ -787,7 +789,7 @@ def test_costs_of_another_environment_are_not_used(cache: Path, runs: list[Call]
 # The cache ------------------------------------------------------------------------------------------
 
 
-def test_costs_are_kept_at_home_unless_told_otherwise(tmp_path: Path, runs: list[Call]) -> None:
+def test_costs_are_kept_at_home_unless_told_otherwise(tmp_path: Path, runs: list[OpCall]) -> None:
     graph = one_op("aten.bitwise_not.default")
     profile(graph)
     assert (tmp_path / "home" / "costs.sqlite").exists()
@@ -807,7 +809,7 @@ def test_where_costs_cannot_be_kept_at_home_the_profile_says_so_and_goes_on(
     assert note.startswith(f"costs are not kept for the next time: cannot keep costs in '{path}': ")
 
 
-def test_a_cache_that_was_asked_for_and_cannot_be_used_is_refused(tmp_path: Path, runs: list[Call]) -> None:
+def test_a_cache_that_was_asked_for_and_cannot_be_used_is_refused(tmp_path: Path, runs: list[OpCall]) -> None:
     with pytest.raises(BadFile) as refusal:
         profile(one_op("aten.bitwise_not.default"), cache=tmp_path)
     assert str(refusal.value) == f"cannot keep costs in '{tmp_path}': it is a directory"
@@ -827,7 +829,7 @@ def test_what_was_measured_is_not_lost_with_the_cache(cache: Path, monkeypatch: 
     )
 
 
-def test_a_damaged_cache_is_filled_again(cache: Path, runs: list[Call]) -> None:
+def test_a_damaged_cache_is_filled_again(cache: Path, runs: list[OpCall]) -> None:
     cache.write_bytes(b"this is no database" * 100)
     graph = one_op("aten.bitwise_not.default")
     assert profile(graph, cache=cache).notes == ()

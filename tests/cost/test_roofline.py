@@ -12,7 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide.cost.price import with_costs_by_rule
-from lowtide.cost.roofline import LAUNCH_SECONDS, RATES, Kind, estimated_seconds, kind_of, moved_bytes
+from lowtide.cost.roofline import LAUNCH_SECONDS, RATES, Pace, estimated_seconds, kind_of, moved_bytes
 from lowtide.ir.graph import Graph, Op
 from lowtide.solvers.solution import GraphSolution
 from lowtide.zoo.gpt import GPT
@@ -32,7 +32,7 @@ def only(graph: Graph, target: str) -> Op:
 def test_a_large_matrix_product_computes_and_a_small_one_is_launched() -> None:
     large = captured(nn.Linear(4096, 4096, bias=False), 8192, 4096)
     product = next(op for op in large.ops if op.target == "aten.mm.default")
-    assert kind_of(product, large) is Kind.MATRIX
+    assert kind_of(product, large) is Pace.MATRIX
     assert estimated_seconds(product, large) == pytest.approx(2 * 8192 * 4096 * 4096 / 50e12)
     small = captured(nn.Linear(64, 64, bias=False), 8, 64)
     product = next(op for op in small.ops if op.target == "aten.mm.default")
@@ -42,25 +42,25 @@ def test_a_large_matrix_product_computes_and_a_small_one_is_launched() -> None:
 def test_half_precision_is_another_kind() -> None:
     graph = captured(nn.Linear(4096, 4096, bias=False), 8192, 4096, dtype=torch.bfloat16)
     product = next(op for op in graph.ops if op.target == "aten.mm.default")
-    assert kind_of(product, graph) is Kind.MATRIX_HALF
+    assert kind_of(product, graph) is Pace.MATRIX_HALF
     assert estimated_seconds(product, graph) == pytest.approx(2 * 8192 * 4096 * 4096 / 790e12)
 
 
 def test_what_computes_nothing_takes_as_long_as_its_bytes() -> None:
     graph = captured(nn.Sequential(nn.Linear(8, 4096, bias=False), nn.GELU()), 65536, 8)
     gelu = only(graph, "aten.gelu.default")
-    assert kind_of(gelu, graph) is Kind.STRAIGHT
+    assert kind_of(gelu, graph) is Pace.STRAIGHT
     assert moved_bytes(gelu, graph) == 2 * 65536 * 4096 * 4  # read once, written once
     assert estimated_seconds(gelu, graph) == pytest.approx(2 * 65536 * 4096 * 4 / 4.5e12)
     total = only(graph, "aten.sum.default")
-    assert kind_of(total, graph) is Kind.ROUNDABOUT
+    assert kind_of(total, graph) is Pace.ROUNDABOUT
     assert estimated_seconds(total, graph) == pytest.approx((65536 * 4096 * 4 + 4) / 1.2e12)
 
 
 def test_a_convolution_with_many_channels_computes_and_one_with_few_moves() -> None:
     many = captured(nn.Conv2d(512, 512, 3, padding=1, bias=False), 64, 512, 28, 28)
     forward = only(many, "aten.convolution.default")
-    assert kind_of(forward, many) is Kind.CONVOLUTION
+    assert kind_of(forward, many) is Pace.CONVOLUTION
     assert estimated_seconds(forward, many) == pytest.approx(2 * 64 * 28 * 28 * 512 * 512 * 9 / 150e12)
     few = captured(nn.Conv2d(4, 4, 1, bias=False), 64, 4, 224, 224)
     forward = only(few, "aten.convolution.default")
@@ -77,9 +77,9 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind"), [(torch.float32, Kind.ATTENTION), (torch.bfloat16, Kind.ATTENTION_HALF)]
+    ("dtype", "kind"), [(torch.float32, Pace.ATTENTION), (torch.bfloat16, Pace.ATTENTION_HALF)]
 )
-def test_attention_has_rates_of_its_own(dtype: torch.dtype, kind: Kind) -> None:
+def test_attention_has_rates_of_its_own(dtype: torch.dtype, kind: Pace) -> None:
     graph = captured(Attention(), 8, 16, 2048, 64, dtype=dtype)
     forward = next(op for op in graph.ops if "attention" in op.target and "backward" not in op.target)
     assert kind_of(forward, graph) is kind

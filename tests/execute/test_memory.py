@@ -7,7 +7,7 @@ import torch
 
 from lowtide.arena.buffers import Birth, Buffer
 from lowtide.arena.layout import Layout
-from lowtide.execute.memory import Direct, Naive, Place, Pool, Static
+from lowtide.execute.memory import Address, Direct, Naive, Pool, Static
 from lowtide.ir.graph import Tensor
 
 CPU = torch.device("cpu")
@@ -15,11 +15,11 @@ CPU = torch.device("cpu")
 
 def test_a_place_is_seen_as_a_tensor_says() -> None:
     storage = torch.arange(12, dtype=torch.float32).untyped_storage()
-    seen = Place(storage, 8).view(Tensor(0, 0, (2, 3), (1, 2), 1, "float32"))
+    seen = Address(storage, 8).view(Tensor(0, 0, (2, 3), (1, 2), 1, "float32"))
     assert seen.tolist() == [[3.0, 5.0, 7.0], [4.0, 6.0, 8.0]]
     assert seen.untyped_storage().data_ptr() == storage.data_ptr()
-    assert Place(storage, 8).is_at(Place(storage, 8))
-    assert not Place(storage, 8).is_at(Place(storage, 4))
+    assert Address(storage, 8).is_at(Address(storage, 8))
+    assert not Address(storage, 8).is_at(Address(storage, 4))
 
 
 def test_naive_memory_is_new_for_every_value_and_held_to_the_end_of_the_step() -> None:

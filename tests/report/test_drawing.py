@@ -16,7 +16,7 @@ from lowtide.ir.graph import Graph, Phase, Role
 from lowtide.lesson.excerpts import differentiable, extended
 from lowtide.lesson.lesson import Lesson, lesson_of, with_numbers
 from lowtide.report.picture.drawing import draw_lesson
-from lowtide.report.picture.layering import Arrow, Kind, Node, Plan, Spot, planned
+from lowtide.report.picture.layering import Arrow, GraphDrawing, Node, NodeKind, Position, planned
 from tests.helpers.effort import examples
 from tests.helpers.handmade import Drawing, graphs
 
@@ -43,11 +43,13 @@ def long_chain(ops: int) -> Graph:
     return drawing.graph(outputs=[before])
 
 
-def names(plan: Plan, found: Lesson) -> dict[str, Spot]:
+def names(plan: GraphDrawing, found: Lesson) -> dict[str, Position]:
     """The places of nodes, by the names of what they make or are."""
     graph = found.graph
     return {
-        graph.values[node.number if node.kind is Kind.GIVEN else graph.ops[node.number].creates[0]].name: spot
+        graph.values[
+            node.number if node.kind is NodeKind.GIVEN else graph.ops[node.number].creates[0]
+        ].name: spot
         for node, spot in plan.spots.items()
     }
 
@@ -55,7 +57,7 @@ def names(plan: Plan, found: Lesson) -> dict[str, Spot]:
 # The referee: rules that every plan obeys ------------------------------------------------------------
 
 
-def broken(found: Lesson, plan: Plan) -> Iterator[str]:
+def broken(found: Lesson, plan: GraphDrawing) -> Iterator[str]:
     """What is wrong with a plan."""
     spots = list(plan.spots.values())
     if len(set(spots)) != len(spots):
@@ -81,7 +83,7 @@ def test_nodes_do_not_overlap_and_arrows_go_up_in_the_forward_and_down_in_the_ba
     for detailed in (True, False):
         plan = planned(found, most_ops=MOST, detailed=detailed)
         assert list(broken(found, plan)) == []
-        assert {node.number for node in plan.spots if node.kind is Kind.OP} == {
+        assert {node.number for node in plan.spots if node.kind is NodeKind.OP} == {
             op.id for op in graph.ops if op.creates
         }
 
@@ -93,33 +95,38 @@ def test_exp_goes_up_in_one_column_and_comes_down_in_another() -> None:
     found = lesson("exp(a*b+3)")
     plan = planned(found, most_ops=MOST, detailed=True)
     assert names(plan, found) == {
-        "a": Spot(0.5, 0),
-        "b": Spot(1.5, 0),
-        "v1": Spot(1.0, 1),
-        "v2": Spot(1.0, 2),
-        "v3": Spot(1.0, 3),
-        "v3.grad": Spot(3.8, 3.0),
-        "v2.grad": Spot(3.8, 1.5),
-        "a.grad": Spot(3.3, 0.0),
-        "b.grad": Spot(4.3, 0.0),
+        "a": Position(0.5, 0),
+        "b": Position(1.5, 0),
+        "v1": Position(1.0, 1),
+        "v2": Position(1.0, 2),
+        "v3": Position(1.0, 3),
+        "v3.grad": Position(3.8, 3.0),
+        "v2.grad": Position(3.8, 1.5),
+        "a.grad": Position(3.3, 0.0),
+        "b.grad": Position(4.3, 0.0),
     }
     assert (plan.columns, plan.levels, plan.left_out) == (4.8, 3, "")
     crossing = {(arrow.source, arrow.target) for arrow in plan.arrows if arrow.crosses}
-    a, b = Node(0, Kind.GIVEN), Node(1, Kind.GIVEN)
+    a, b = Node(0, NodeKind.GIVEN), Node(1, NodeKind.GIVEN)
     assert crossing == {(Node(2), Node(4)), (b, Node(5)), (a, Node(6))}
 
 
 def test_what_is_given_stands_right_before_its_first_reader() -> None:
     found = lesson("exp(a) * b", backward=False)
     places = names(planned(found, most_ops=MOST, detailed=True), found)
-    assert places == {"a": Spot(1.5, 0), "b": Spot(0.5, 1), "v1": Spot(1.5, 1), "v2": Spot(1.5, 2)}
+    assert places == {
+        "a": Position(1.5, 0),
+        "b": Position(0.5, 1),
+        "v1": Position(1.5, 1),
+        "v2": Position(1.5, 2),
+    }
 
 
 def test_an_arrow_over_levels_has_a_bend_in_each_and_nothing_stands_there() -> None:
     found = lesson("exp(ln(a)) * a", backward=False)
     plan = planned(found, most_ops=MOST, detailed=True)
     long = [arrow for arrow in plan.arrows if arrow.bends]
-    assert [(arrow.source, arrow.target) for arrow in long] == [(Node(0, Kind.GIVEN), Node(2))]
+    assert [(arrow.source, arrow.target) for arrow in long] == [(Node(0, NodeKind.GIVEN), Node(2))]
     assert [bend.y for bend in long[0].bends] == [1, 2]
     assert not set(long[0].bends) & set(plan.spots.values())
     plain = planned(found, most_ops=MOST, detailed=False)
@@ -146,7 +153,7 @@ def test_what_only_the_backward_is_given_stands_on_its_side() -> None:
     plan = planned(found, most_ops=MOST, detailed=True)
     places = names(plan, found)
     assert places["seed"].x > places["y"].x
-    assert Arrow(Node(seed, Kind.GIVEN), Node(1), seed, False) in plan.arrows
+    assert Arrow(Node(seed, NodeKind.GIVEN), Node(1), seed, False) in plan.arrows
 
 
 # The picture -----------------------------------------------------------------------------------------

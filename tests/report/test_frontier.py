@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lowtide.errors import BadFile, BadRequest, MissingExtra
 from lowtide.ir.schedule import straight
 from lowtide.report.picture.frontier import (
-    Point,
+    FrontierPoint,
     best,
     draw_frontier,
     frontier_picture,
@@ -43,22 +43,29 @@ WORSE = solved(  # as low as the one before, and slower: the wide one is made ag
 
 def test_points_are_peaks_and_what_they_add() -> None:
     assert points_of([KEEPING_ALL, LESS, WORSE]) == [
-        Point(2154, 0.0, "evict"),
-        Point(1911, 10.0, "exact"),  # 2 of 20 seconds
-        Point(1911, 15.0, "evict"),
+        FrontierPoint(2154, 0.0, "evict"),
+        FrontierPoint(1911, 10.0, "exact"),  # 2 of 20 seconds
+        FrontierPoint(1911, 15.0, "evict"),
     ]
     untimed = chain()
-    assert points_of([solved(untimed, straight(untimed))]) == [Point(3504, 0.0, "by hand")]
+    assert points_of([solved(untimed, straight(untimed))]) == [FrontierPoint(3504, 0.0, "by hand")]
 
 
 def test_the_best_are_those_that_nothing_beats() -> None:
-    a, b, c, d = Point(10, 9.0, ""), Point(20, 9.0, ""), Point(20, 3.0, ""), Point(30, 0.0, "")
+    a, b, c, d = (
+        FrontierPoint(10, 9.0, ""),
+        FrontierPoint(20, 9.0, ""),
+        FrontierPoint(20, 3.0, ""),
+        FrontierPoint(30, 0.0, ""),
+    )
     assert best([d, b, a, c]) == [a, c, d]
     assert best([]) == []
 
 
-@given(st.lists(st.builds(Point, st.integers(1, 9), st.floats(0, 9), st.sampled_from("ab"))))
-def test_every_point_is_matched_by_one_of_the_best_and_no_two_of_those_match(points: list[Point]) -> None:
+@given(st.lists(st.builds(FrontierPoint, st.integers(1, 9), st.floats(0, 9), st.sampled_from("ab"))))
+def test_every_point_is_matched_by_one_of_the_best_and_no_two_of_those_match(
+    points: list[FrontierPoint],
+) -> None:
     found = best(points)
     for point in points:
         assert any(other.peak_bytes <= point.peak_bytes and other.added <= point.added for other in found)

@@ -24,8 +24,8 @@ from lowtide.ir.schedule import Compute, straight
 from lowtide.ir.simulate import CATEGORIES, Timeline, simulate
 from lowtide.planner.fit import Fit, fit
 from lowtide.report.content.stretches import Stretch, stretches
-from lowtide.report.picture.plot import Run, coarse, draw, runs_of, write_picture
-from lowtide.report.picture.trade import Box, placed
+from lowtide.report.picture.plot import PhaseSpan, coarse, draw, runs_of, write_picture
+from lowtide.report.picture.trade import Rectangle, placed
 from lowtide.report.text.terminal import headline, print_fit
 from lowtide.solvers import methods, solve
 from lowtide.text.names import listed, without_middle
@@ -200,10 +200,10 @@ def test_many_steps_become_few_without_losing_the_peak(live: list[int], most: in
 def test_a_free_belongs_to_the_phase_it_happens_in() -> None:
     phases = [None, Phase.FORWARD, None, Phase.BACKWARD, Phase.RECOMPUTE, None, Phase.BACKWARD, None]
     assert list(runs_of(phases)) == [
-        Run(Phase.FORWARD, 0, 3),
-        Run(Phase.BACKWARD, 3, 4),
-        Run(Phase.RECOMPUTE, 4, 6),
-        Run(Phase.BACKWARD, 6, 8),
+        PhaseSpan(Phase.FORWARD, 0, 3),
+        PhaseSpan(Phase.BACKWARD, 3, 4),
+        PhaseSpan(Phase.RECOMPUTE, 4, 6),
+        PhaseSpan(Phase.BACKWARD, 6, 8),
     ]
     assert list(runs_of([None, None])) == []
 
@@ -361,7 +361,7 @@ def test_what_fits_is_not_shortened() -> None:
     assert without_middle("abcdefghi", 8) == "abc…ghi"
 
 
-FRAME = Box(0, 0, 600, 300)
+FRAME = Rectangle(0, 0, 600, 300)
 
 
 @given(
@@ -369,21 +369,21 @@ FRAME = Box(0, 0, 600, 300)
 )
 def test_labels_cover_neither_each_other_nor_the_points(points: list[tuple[float, float]]) -> None:
     labels = ["hong-linear"] * len(points)
-    boxes: list[Box] = []
+    boxes: list[Rectangle] = []
     for (x, y), (dx, dy) in zip(points, placed(points, labels, FRAME), strict=True):
-        box = Box(x + dx, y + dy - 6, x + dx + 50, y + dy + 6)
+        box = Rectangle(x + dx, y + dy - 6, x + dx + 50, y + dy + 6)
         assert not any(box.overlaps(other) for other in boxes)
-        assert not any(box.overlaps(Box(x - 4, y - 4, x + 4, y + 4)) for x, y in points)
+        assert not any(box.overlaps(Rectangle(x - 4, y - 4, x + 4, y + 4)) for x, y in points)
         boxes.append(box)
 
 
 def test_a_label_is_beside_its_point_if_it_can_be_and_elsewhere_if_not() -> None:
     assert placed([(100, 100)], ["abc"], FRAME) == [(8.0, 0.0)]
-    ((dx, dy),) = placed([(100, 100)], ["abc"], FRAME, [Box(100, 99, 600, 101)])  # a line to the right
+    ((dx, dy),) = placed([(100, 100)], ["abc"], FRAME, [Rectangle(100, 99, 600, 101)])  # a line to the right
     assert dx < 0 or dy != 0
     ((dx, _),) = placed([(595, 100)], ["abc"], FRAME)
     assert dx < 0
-    assert placed([(100, 100)], ["abc"], Box(0, 0, 1, 1)) == [(8.0, 0.0)]  # no room anywhere
+    assert placed([(100, 100)], ["abc"], Rectangle(0, 0, 1, 1)) == [(8.0, 0.0)]  # no room anywhere
 
 
 def test_the_table_of_methods_tells_of_each_of_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,20 +56,20 @@ _SAME = (aten.detach.default, aten.alias.default)  # where there is no autograd,
 
 
 @dataclass(frozen=True)
-class Planned:
+class SectionCode:
     """The code for one section: the forward's results are the user's, then what the backward takes first."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
 
 
-def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> Planned:
+def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> SectionCode:
     """The code that does what `schedule` plans for `section` of `graph`.
 
     Raises:
         CannotApply: the ops of `halves` are not those of the section, or sizes in it are not numbers.
     """
-    part = _Part(halves, graph, section)
+    part = _SectionOps(halves, graph, section)
     forward_steps, backward_steps = _steps_of(graph, schedule, section)
     forward = _Half(part)
     for node in halves.given:
@@ -78,7 +78,7 @@ def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> Plan
         forward.do(step)
     results = [forward.get(result) for result in halves.made]
     if halves.backward is None:
-        return Planned(forward.finish(results), None)
+        return SectionCode(forward.finish(results), None)
     backward = _Half(part, before=forward)
     for node in halves.tangents:
         backward.add_placeholder(node)
@@ -86,10 +86,10 @@ def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> Plan
         backward.do(step)
     gradients = [backward.get(result) for result in halves.gradients]
     results += [forward.get(node) for node in backward.saved]
-    return Planned(forward.finish(results), backward.finish(gradients))
+    return SectionCode(forward.finish(results), backward.finish(gradients))
 
 
-class _Part:
+class _SectionOps:
     """A section's nodes and its ops, matched."""
 
     def __init__(self, halves: Halves, graph: Graph, section: int) -> None:
@@ -137,7 +137,7 @@ class _Part:
 class _Half:
     """One of the two graphs while it is written."""
 
-    def __init__(self, part: _Part, before: _Half | None = None) -> None:
+    def __init__(self, part: _SectionOps, before: _Half | None = None) -> None:
         self.part = part
         self.before = before
         self.graph = fx.Graph()

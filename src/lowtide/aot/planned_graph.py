@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from lowtide.aot.codegen import Planned
+from lowtide.aot.codegen import SectionCode
 from lowtide.aot.graph_backend import CapturedGraph
 from lowtide.aot.mark import Mark
 from lowtide.compat.dynamo import is_to_be_differentiated
@@ -16,7 +16,7 @@ class PlannedGraph(CapturedGraph):
     """One captured graph, and the code for each section that it serves."""
 
     @abstractmethod
-    def code(self, mark: Mark) -> Planned:
+    def code(self, mark: Mark) -> SectionCode:
         """The code that a run with this mark follows."""
 
     def run_backward(self, mark: Mark, args: list[Any]) -> Any:

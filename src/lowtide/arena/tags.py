@@ -117,7 +117,7 @@ def share(
     if match_range < 1:
         raise BadRequest(f"a match range of {match_range} matches nothing; give 1 or more, or do not share")
     box = Box(match_range) if sharing else None
-    counting = _Walk(graph, _reader_counts(graph, schedule), box, in_place=in_place, alignment=alignment)
+    counting = _TagWalk(graph, _reader_counts(graph, schedule), box, in_place=in_place, alignment=alignment)
     turns = [
         counting.turn(event.position, event.op) for event in walk(graph, schedule) if event.op is not None
     ]
@@ -147,7 +147,7 @@ class Box:
         return None
 
 
-class _Walk:
+class _TagWalk:
     """The state of the walk: counters and tags of what is alive, the box, and how large tags have become."""
 
     def __init__(

@@ -33,7 +33,7 @@ class Look(NamedTuple):
     offset: int = 0
 
 
-class Part(NamedTuple):
+class RowSlice(NamedTuple):
     """The elements from `start` to `stop` of every row, of a value of so many rows of so many elements."""
 
     rows: int
@@ -84,7 +84,7 @@ class Adjoints:
 
     def _terms(self, arrived: Mapping[int, Ref], whole: Look, count: int) -> Iterator[Ref]:
         """What arrived, each for the whole value, which has `count` elements."""
-        parts: dict[Part, list[Ref]] = {}
+        parts: dict[RowSlice, list[Ref]] = {}
         for tensor, gradient in arrived.items():
             seen = self.growing.tensors[tensor]
             look, once = self._unrepeated(Look(seen.shape, seen.stride, seen.offset), gradient)
@@ -111,12 +111,12 @@ class Adjoints:
         shape = tuple(1 if dim in dims else size for dim, size in enumerate(look.shape))
         return look._replace(shape=shape), summed(self.growing, gradient, dims)
 
-    def _in_rows(self, gradient: Ref, look: Look, part: Part) -> Ref:
+    def _in_rows(self, gradient: Ref, look: Look, part: RowSlice) -> Ref:
         """The gradient of a part as a matrix: a row of it for every row of the value."""
         ordered = self.growing.permuted(gradient, outermost_first(look.shape, look.stride))
         return self.growing.reshaped(ordered, (part.rows, part.stop - part.start))
 
-    def _put_together(self, parts: Mapping[Part, Ref]) -> Iterator[tuple[Look, Ref]]:
+    def _put_together(self, parts: Mapping[RowSlice, Ref]) -> Iterator[tuple[Look, Ref]]:
         """The gradients of parts, side by side where they make up the whole, or else each among zeros."""
         for rows, length in dict.fromkeys(part[:2] for part in parts):
             mine = sorted(part for part in parts if part[:2] == (rows, length))
@@ -149,7 +149,7 @@ def brought(growing: Growing, gradient: Ref, had: Look, wanted: Look) -> Ref:
     return growing.permuted(shaped, [order.index(dim) for dim in range(len(order))])
 
 
-def part_of(look: Look, count: int) -> Part | None:
+def part_of(look: Look, count: int) -> RowSlice | None:
     """The part of every row that a look shows, if it is such a part of a value of `count` elements."""
     order = outermost_first(look.shape, look.stride)
     steps = runs([look.shape[dim] for dim in order], [look.stride[dim] for dim in order])
@@ -157,4 +157,4 @@ def part_of(look: Look, count: int) -> Part | None:
     rows, length = steps.pop() if steps else (1, count)
     if steps or rows * length != count or look.offset + width > length:
         return None
-    return Part(rows, length, look.offset, look.offset + width)
+    return RowSlice(rows, length, look.offset, look.offset + width)

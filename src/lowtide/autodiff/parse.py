@@ -48,7 +48,7 @@ def parse(
         BadRequest: the text cannot be read, defines a name twice or in terms of itself, or `shapes` and the
             like name something that is no variable in it.
     """
-    reader = _Reader(text, shapes or {}, dtype, dtypes or {}, parameters)
+    reader = _Parser(text, shapes or {}, dtype, dtypes or {}, parameters)
     try:
         found = reader.outputs()
     except RecursionError:
@@ -57,7 +57,7 @@ def parse(
     return found
 
 
-class _Reader:
+class _Parser:
     def __init__(
         self,
         text: str,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from lowtide.aot.codegen import Planned, emit
+from lowtide.aot.codegen import SectionCode, emit
 from lowtide.aot.draw import Drawn, drawn
 from lowtide.aot.mark import Mark
 from lowtide.aot.planned_graph import PlannedGraph
@@ -30,7 +30,7 @@ class StepGraph(PlannedGraph):
         super().__init__()
         self._step = step
         self._drawn: Drawn | None = None
-        self._alone: Planned | None = None
+        self._alone: SectionCode | None = None
 
     @property
     def drawn(self) -> Drawn:
@@ -81,7 +81,7 @@ class StepGraph(PlannedGraph):
             self._step.watch_backward(run, tangents, storages_of(gradients))
         return gradients
 
-    def code(self, mark: Mark) -> Planned:
+    def code(self, mark: Mark) -> SectionCode:
         """The code for a section of a plan, or, while it is watched, for the graph alone."""
         if mark.plan is not None:
             return self._step.plans[mark.plan].sections[mark.section]

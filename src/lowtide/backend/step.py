@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.aot.codegen import Planned, emit
+from lowtide.aot.codegen import SectionCode, emit
 from lowtide.aot.mark import Mark
 from lowtide.aot.tangents import with_held_tangents
 from lowtide.backend.graph import StepGraph
@@ -38,7 +38,7 @@ class StepPlan:
 
     graphs: tuple[StepGraph, ...]
     solution: GraphSolution
-    sections: tuple[Planned, ...]
+    sections: tuple[SectionCode, ...]
 
 
 class CompiledStep:

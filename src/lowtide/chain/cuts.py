@@ -52,7 +52,7 @@ class Granularity(StrEnum):
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """A dry run as cutting sees it: `calls` and `forward_ops` as in `lowtide.trace.dry_run.Trace`."""
 
     graph: Graph
@@ -88,7 +88,7 @@ class Step:
 class Cuts:
     """What crosses each place between two forward ops. Place p is before op p."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: RecordedStep) -> None:
         self.graph = step.graph
         self.end = step.forward_end
         ops = step.graph.ops[: self.end]
@@ -130,7 +130,7 @@ class Cuts:
 
 
 def chosen_places(
-    step: Step, cuts: Cuts, granularity: Granularity, modules: Collection[str] | None
+    step: RecordedStep, cuts: Cuts, granularity: Granularity, modules: Collection[str] | None
 ) -> list[int]:
     """Where to cut, in order: around `modules` if any are named, else as finely as `granularity` says.
 
@@ -144,7 +144,7 @@ def _edges(calls: Sequence[Call]) -> set[int]:
     return {place for call in calls for place in (call.first, call.stop)}
 
 
-def _usable(step: Step, cuts: Cuts) -> list[int]:
+def _usable(step: RecordedStep, cuts: Cuts) -> list[int]:
     """The cuts at which a call begins or ends, one for each carrier: the first."""
     root = step.root
     places = sorted(
@@ -158,7 +158,7 @@ def _usable(step: Step, cuts: Cuts) -> list[int]:
     return sorted(first.values())
 
 
-def _chosen(step: Step, cuts: Cuts, granularity: Granularity) -> list[int]:
+def _chosen(step: RecordedStep, cuts: Cuts, granularity: Granularity) -> list[int]:
     usable = _usable(step, cuts)
     if granularity is Granularity.FINE:
         return usable
@@ -167,7 +167,7 @@ def _chosen(step: Step, cuts: Cuts, granularity: Granularity) -> list[int]:
     return _blocks(step, cuts, usable)
 
 
-def _layers(step: Step, cuts: Cuts, usable: list[int]) -> list[int]:
+def _layers(step: RecordedStep, cuts: Cuts, usable: list[int]) -> list[int]:
     """Without the cuts after which nothing begins: what follows is an activation, a normalisation, …"""
     graph, kept = step.graph, []
     for place, stop in pairwise([*usable, step.forward_end]):
@@ -179,7 +179,7 @@ def _layers(step: Step, cuts: Cuts, usable: list[int]) -> list[int]:
     return kept
 
 
-def _blocks(step: Step, cuts: Cuts, usable: list[int]) -> list[int]:
+def _blocks(step: RecordedStep, cuts: Cuts, usable: list[int]) -> list[int]:
     """Around the smallest calls that have calls inside and begin and end at a cut.
 
     Numbered ones, elements of a list of modules, come first: what repeats is what people call a block,
@@ -212,7 +212,7 @@ def _within(inner: Call, outer: Call) -> bool:
     return inner.module.startswith(prefix) and outer.first <= inner.first and inner.stop <= outer.stop
 
 
-def _named(step: Step, cuts: Cuts, modules: Collection[str]) -> list[int]:
+def _named(step: RecordedStep, cuts: Cuts, modules: Collection[str]) -> list[int]:
     """The cuts around the calls of the named modules."""
     if not modules:
         raise BadRequest("no module is named to cut around. Name some, or leave `modules` out.")

@@ -28,7 +28,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Placement:
+class SegmentPlacement:
     """The units of a model, and what happens at their edges: segments close, then others open.
 
     `opens` counts the segments that open there. The model's own call is the unit ("", 0).
@@ -44,7 +44,7 @@ class Placement:
         return frozenset({*self.opens, *self.closes})
 
 
-def place(chain: Chain, plan: Plan) -> Placement:
+def place(chain: Chain, plan: Plan) -> SegmentPlacement:
     """Where the segments of `plan` begin and end in the model that `chain` was made of.
 
     A segment that reaches the end of the chain ends with the model's call: the loss is not the model's.
@@ -71,7 +71,7 @@ def place(chain: Chain, plan: Plan) -> Placement:
         opens[opening] = opens.get(opening, 0) + 1
         closes[closing] = closes.get(closing, 0) + 1
     names = frozenset({(unit.module, unit.call) for unit in units})
-    return Placement(names, opens, closes)
+    return SegmentPlacement(names, opens, closes)
 
 
 def _units(calls: tuple[Call, ...], inside: list[int]) -> Iterator[Call]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from lowtide.chain.chain import Chain, Kind
-from lowtide.chain.cuts import Cuts, Granularity, Step, chosen_places, is_heavy
+from lowtide.chain.cuts import Cuts, Granularity, RecordedStep, chosen_places, is_heavy
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Op, Phase, Role
 from lowtide.ir.simulate import allocator_of, simulate
@@ -22,7 +22,7 @@ from lowtide.ir.walk import walk
 
 
 def chain_of(
-    step: Step, granularity: Granularity = Granularity.LAYER, modules: Collection[str] | None = None
+    step: RecordedStep, granularity: Granularity = Granularity.LAYER, modules: Collection[str] | None = None
 ) -> Chain:
     """The chain view of `step`.
 
@@ -38,13 +38,13 @@ def chain_of(
         raise BadRequest("the step has no backward, so there is nothing to save or recompute.")
     cuts = Cuts(step)
     chosen = chosen_places(step, cuts, granularity, modules)
-    return _Sizes(step, cuts, [step.root.first, *chosen, step.forward_end]).chain()
+    return _LayerSizes(step, cuts, [step.root.first, *chosen, step.forward_end]).chain()
 
 
-class _Sizes:
+class _LayerSizes:
     """What each layer between two places saves and needs, from the record of the plain step."""
 
-    def __init__(self, step: Step, cuts: Cuts, places: Sequence[int]) -> None:
+    def __init__(self, step: RecordedStep, cuts: Cuts, places: Sequence[int]) -> None:
         self.step = step
         self.cuts = cuts
         self.places = list(places)

@@ -92,7 +92,7 @@ def unrolled_schedule(chain: Chain, plan: Plan) -> Schedule:
             f"the plan {plan} recomputes layer {plan.segments[-1].stop}, but {chain.name} has only "
             f"{len(chain)} layers: it was made for another chain."
         )
-    writer = _Writer(chain)
+    writer = _PassWriter(chain)
     n = len(chain)
     if not writer.forward(0, n, plan.segments):
         writer.steps.append(Free(_tensor(n)))
@@ -101,7 +101,7 @@ def unrolled_schedule(chain: Chain, plan: Plan) -> Schedule:
     return Schedule(tuple(writer.steps))
 
 
-class _Writer:
+class _PassWriter:
     """Writes the steps of one pass over a stretch of layers, and of its way back.
 
     The tensor that a stretch starts from belongs to whoever started it: it is not freed here.

@@ -23,7 +23,7 @@ _LAYERS = "layers"
 
 
 @dataclass(frozen=True)
-class Shape:
+class VariableShape:
     """What a variable of an expression looks like."""
 
     sizes: tuple[int, ...]
@@ -37,7 +37,7 @@ class Wishes:
     model: str
     sizes: Mapping[str, int]
     device: str | None
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, VariableShape]
     wrt: tuple[str, ...] | None
     backward: bool
 

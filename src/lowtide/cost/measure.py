@@ -113,7 +113,7 @@ def _synchronize(where: torch.device) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Allocation:
     """One allocation (positive bytes) or free (negative)."""
 
     time_ns: int
@@ -139,7 +139,7 @@ def allocator_events() -> Iterator[profile]:
             yield recording
 
 
-def record_cpu(step: Callable[[], object]) -> tuple[list[Block], float]:
+def record_cpu(step: Callable[[], object]) -> tuple[list[Allocation], float]:
     """Every allocation and free of the CPU allocator while `step` runs, in order, and its wall time."""
     with allocator_events() as recording:
         start = time.perf_counter()
@@ -152,7 +152,7 @@ def record_cpu(step: Callable[[], object]) -> tuple[list[Block], float]:
     return cpu_blocks(results.experimental_event_tree()), seconds
 
 
-def growth(blocks: Iterable[Block]) -> Iterator[int]:
+def growth(blocks: Iterable[Allocation]) -> Iterator[int]:
     """Bytes held after each event, from zero. Frees of blocks from before the recording do not count."""
     ours: set[int] = set()
     changes = [0]
@@ -166,9 +166,9 @@ def growth(blocks: Iterable[Block]) -> Iterator[int]:
     return accumulate(changes)
 
 
-def cpu_blocks(tree: Iterable[ProfilerEvent]) -> list[Block]:
+def cpu_blocks(tree: Iterable[ProfilerEvent]) -> list[Allocation]:
     """The CPU allocator's events in what the profiler recorded, in the order in which they happened."""
-    blocks: list[Block] = []
+    blocks: list[Allocation] = []
     pending = list(tree)
     while pending:
         event = pending.pop()
@@ -176,7 +176,7 @@ def cpu_blocks(tree: Iterable[ProfilerEvent]) -> list[Block]:
         if is_allocation(event):
             fields: Any = event.extra_fields
             if fields.device.type == "cpu":
-                blocks.append(Block(event.start_time_ns, fields.ptr, fields.alloc_size))
+                blocks.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
     return sorted(blocks, key=lambda block: block.time_ns)
 
 

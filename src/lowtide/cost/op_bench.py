@@ -26,7 +26,7 @@ _ENOUGH_SECONDS = 0.1  # more than two runs are made only while they take less t
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """An op with the tensors it takes and makes, free of any graph; so it can be asked for at other sizes.
 
     What a kernel leaves for its own backward (opaque reserves, seeds, indices) cannot be made up: a wrong
@@ -39,7 +39,7 @@ class Call:
     kwargs: tuple[tuple[str, Arg], ...]
     tensors: dict[int, Tensor]
     outputs: tuple[Tensor | None, ...]
-    maker: Call | None = None
+    maker: OpCall | None = None
     weights: frozenset[int] = frozenset()
 
     @property
@@ -52,7 +52,7 @@ class Call:
         """The outputs that are tensors."""
         return tuple(tensor for tensor in self.outputs if tensor is not None)
 
-    def cut(self, size: int, smaller: int, *, weights: bool, lists: bool) -> Call:
+    def cut(self, size: int, smaller: int, *, weights: bool, lists: bool) -> OpCall:
         """The same call with one extent of `size` in each tensor, the first that has it, made `smaller`.
 
         Only one: a batch of 64 must not take 64 channels along, or costs would not grow along a line.
@@ -181,7 +181,7 @@ class Failure(Exception):
     """A kernel did not run on made-up arguments."""
 
 
-def measure_calls(calls: Sequence[Call], device: torch.device) -> Iterator[Cost | Failure]:
+def measure_calls(calls: Sequence[OpCall], device: torch.device) -> Iterator[Cost | Failure]:
     """Run each call on `device` and yield what it took, in order.
 
     Gradients are on, as in training: recurrent layers leave bytes for their backward only then. No
@@ -192,14 +192,14 @@ def measure_calls(calls: Sequence[Call], device: torch.device) -> Iterator[Cost 
     return _measure_on_cpu(calls)
 
 
-def _ready(call: Call, device: torch.device) -> tuple[Any, list[Any], dict[str, Any]] | Failure:
+def _ready(call: OpCall, device: torch.device) -> tuple[Any, list[Any], dict[str, Any]] | Failure:
     try:
         return resolve(call.target), *call.prepare(device)
     except _REFUSALS as error:
         return _failure(call, error)
 
 
-def _failure(call: Call, error: BaseException) -> Failure:
+def _failure(call: OpCall, error: BaseException) -> Failure:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return Failure(f"{call.target}: {reason}")
 
@@ -210,7 +210,7 @@ def _output_bytes(args: list[Any], kwargs: dict[str, Any], result: Any) -> tuple
     return tuple(size for key, size in made.items() if key not in given)
 
 
-def _measure_on_cpu(calls: Sequence[Call]) -> Iterator[Cost | Failure]:
+def _measure_on_cpu(calls: Sequence[OpCall]) -> Iterator[Cost | Failure]:
     """All calls under one recording, each marked, since starting a recording costs more than most ops."""
     results: list[tuple[float, tuple[int, ...]] | Failure] = []
     with torch.enable_grad(), allocator_events() as recording:
@@ -225,7 +225,7 @@ def _measure_on_cpu(calls: Sequence[Call]) -> Iterator[Cost | Failure]:
             yield Cost(max(0, workspaces[position] - sum(outputs)), seconds, outputs)
 
 
-def _run_marked(call: Call, mark: str) -> tuple[float, tuple[int, ...]] | Failure:
+def _run_marked(call: OpCall, mark: str) -> tuple[float, tuple[int, ...]] | Failure:
     """Seconds of the quickest run, and the bytes it leaves. Each run is marked; the last one counts.
 
     There are two at least: oneDNN sets a primitive up in the first, and takes other memory for it.
@@ -275,7 +275,7 @@ def _marks(tree: Sequence[ProfilerEvent]) -> Iterator[ProfilerEvent]:
             pending.extend(event.children)
 
 
-def _measure_on_cuda(call: Call, device: torch.device) -> Cost | Failure:
+def _measure_on_cuda(call: OpCall, device: torch.device) -> Cost | Failure:
     with torch.enable_grad(), torch.cuda.device(device):
         ready = _ready(call, device)
         if isinstance(ready, Failure):

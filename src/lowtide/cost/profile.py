@@ -18,7 +18,7 @@ from lowtide.compat.dispatch import without_modes
 from lowtide.cost.cache import Cost, CostCache, signature
 from lowtide.cost.cublas import library_bytes, with_library
 from lowtide.cost.measure import present_device
-from lowtide.cost.op_bench import Call, Failure, measure_calls
+from lowtide.cost.op_bench import Failure, OpCall, measure_calls
 from lowtide.errors import BadFile
 from lowtide.ir.graph import Graph, Op, Role, Tensor, argument_tensors
 
@@ -177,12 +177,12 @@ def _not_kept(error: BadFile) -> str:
     return f"costs are not kept for the next time: {error}"
 
 
-def call_of(op: Op, graph: Graph) -> Call:
+def call_of(op: Op, graph: Graph) -> OpCall:
     """The op as a call that can be made without its graph."""
     arguments = _arguments(op, graph)
     made = [graph.tensors[output] for output in op.outputs if output is not None]
     forward = _forward_of(op, graph)
-    return Call(
+    return OpCall(
         op.target,
         op.args,
         op.kwargs,
@@ -223,12 +223,12 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 # Caps -----------------------------------------------------------------------------------------------
 
 
-def _still_holds(cost: Cost, call: Call, caps: Caps) -> bool:
+def _still_holds(cost: Cost, call: OpCall, caps: Caps) -> bool:
     """Whether a remembered cost is as good as these caps allow: not if the op may now be run in full."""
     return not cost.extrapolated or call.bytes > caps.op_bytes or cost.seconds > caps.op_seconds
 
 
-def _measure_within(calls: Sequence[Call], device: torch.device, caps: Caps) -> Iterator[Cost | Failure]:
+def _measure_within(calls: Sequence[OpCall], device: torch.device, caps: Caps) -> Iterator[Cost | Failure]:
     """Measure calls in order; the small ones together, each large one by itself."""
     small_bytes = min(_SMALL_BYTES, caps.op_bytes) if device.type == "cpu" else caps.op_bytes
     small = [call for call in calls if call.bytes <= small_bytes]
@@ -237,7 +237,7 @@ def _measure_within(calls: Sequence[Call], device: torch.device, caps: Caps) -> 
         yield next(measured) if call.bytes <= small_bytes else _measure_large(call, device, caps, small_bytes)
 
 
-def _measure_large(call: Call, device: torch.device, caps: Caps, small_bytes: int) -> Cost | Failure:
+def _measure_large(call: OpCall, device: torch.device, caps: Caps, small_bytes: int) -> Cost | Failure:
     """A call that may exceed the caps: tried small first, in full if that promises to be quick enough."""
     estimate = _estimated(call, device, caps, small_bytes)
     # Where smaller sizes do not run, nothing is known, and the op itself is the only thing to try.
@@ -247,7 +247,7 @@ def _measure_large(call: Call, device: torch.device, caps: Caps, small_bytes: in
     return estimate or Failure(f"{call.target}: too large for this machine, and it cannot be made smaller")
 
 
-def _estimated(call: Call, device: torch.device, caps: Caps, small_bytes: int) -> Cost | Failure | None:
+def _estimated(call: OpCall, device: torch.device, caps: Caps, small_bytes: int) -> Cost | Failure | None:
     """The cost from two smaller runs; why these failed, or None if there is no way to make it smaller."""
     found: Cost | Failure | None = None
     for cut in _cuts(call, small_bytes, caps):
@@ -265,11 +265,11 @@ class _Cut:
     size: int
     half: int
     quarter: int
-    larger: Call
-    smaller: Call
+    larger: OpCall
+    smaller: OpCall
 
 
-def _cuts(call: Call, most_bytes: int, caps: Caps) -> Iterator[_Cut]:
+def _cuts(call: OpCall, most_bytes: int, caps: Caps) -> Iterator[_Cut]:
     """Ways to make a call smaller, at which the op still works, the larger within the cap.
 
     The batch is tried first: the leading extent of the largest tensor. No extent is cut to one if
@@ -285,7 +285,7 @@ def _cuts(call: Call, most_bytes: int, caps: Caps) -> Iterator[_Cut]:
     halves += [(size, 2) for size in sizes]
     most = min(4 * most_bytes, caps.op_bytes, call.bytes - 1)
     for size, half in dict.fromkeys(halves):
-        tried: list[Call] = []
+        tried: list[OpCall] = []
         for weights, lists in ((False, False), (False, True), (True, False), (True, True)):
             larger = call.cut(size, half, weights=weights, lists=lists)
             smaller = call.cut(size, half // 2, weights=weights, lists=lists)

@@ -23,7 +23,7 @@ _HALF = ("float16", "bfloat16")
 _ROUNDABOUT = ("norm", "pool", "softmax", "sum", "mean", "embedding", "nll", "cat", "copy", "index")
 
 
-class Kind(StrEnum):
+class Pace(StrEnum):
     """Kinds of kernels, by what sets their pace."""
 
     CONVOLUTION = "convolution"
@@ -44,13 +44,13 @@ class Rate:
 
 
 RATES = {
-    Kind.CONVOLUTION: Rate(150e12, 0.9e12),
-    Kind.MATRIX: Rate(50e12, 4.5e12),
-    Kind.MATRIX_HALF: Rate(790e12, 4.5e12),
-    Kind.ATTENTION: Rate(60e12, 4.5e12),
-    Kind.ATTENTION_HALF: Rate(700e12, 4.5e12),
-    Kind.ROUNDABOUT: Rate(math.inf, 1.2e12),
-    Kind.STRAIGHT: Rate(math.inf, 4.5e12),
+    Pace.CONVOLUTION: Rate(150e12, 0.9e12),
+    Pace.MATRIX: Rate(50e12, 4.5e12),
+    Pace.MATRIX_HALF: Rate(790e12, 4.5e12),
+    Pace.ATTENTION: Rate(60e12, 4.5e12),
+    Pace.ATTENTION_HALF: Rate(700e12, 4.5e12),
+    Pace.ROUNDABOUT: Rate(math.inf, 1.2e12),
+    Pace.STRAIGHT: Rate(math.inf, 4.5e12),
 }
 LAUNCH_SECONDS = 20e-6
 
@@ -66,17 +66,17 @@ def estimated_seconds(op: Op, graph: Graph) -> float:
     return max(LAUNCH_SECONDS, flops_of(graph, op) / rate.flops, moved_bytes(op, graph) / rate.bytes)
 
 
-def kind_of(op: Op, graph: Graph) -> Kind:
+def kind_of(op: Op, graph: Graph) -> Pace:
     """What sets the pace of `op`."""
     dtype = next((graph.tensors[tensor].dtype for tensor in argument_tensors(op)), "")
     name = op.target.split(".")[1] if "." in op.target else op.target
     if "convolution" in name:
-        return Kind.CONVOLUTION
+        return Pace.CONVOLUTION
     if "attention" in name:
-        return Kind.ATTENTION_HALF if dtype in _HALF else Kind.ATTENTION
+        return Pace.ATTENTION_HALF if dtype in _HALF else Pace.ATTENTION
     if flops_of(graph, op):
-        return Kind.MATRIX_HALF if dtype in _HALF else Kind.MATRIX
-    return Kind.ROUNDABOUT if any(part in name for part in _ROUNDABOUT) else Kind.STRAIGHT
+        return Pace.MATRIX_HALF if dtype in _HALF else Pace.MATRIX
+    return Pace.ROUNDABOUT if any(part in name for part in _ROUNDABOUT) else Pace.STRAIGHT
 
 
 def moved_bytes(op: Op, graph: Graph) -> int:

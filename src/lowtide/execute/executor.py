@@ -18,7 +18,7 @@ import torch
 from lowtide.arena.buffers import Birth
 from lowtide.arena.layout import Layout, lay_out
 from lowtide.errors import BadRequest, CannotRun
-from lowtide.execute.memory import Direct, Memory, Naive, Place, Pool, Source, Static, Tally
+from lowtide.execute.memory import Address, AddressSource, Direct, Memory, Naive, Pool, Static, Tally
 from lowtide.execute.out_variants import (
     Move,
     Moves,
@@ -87,7 +87,7 @@ class Executor:
         _check_ops(graph)
         _check_steps(self.schedule)
         self._residents = Residents(graph)
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, Address] = {}
         self._views: dict[int, torch.Tensor] = {}
         self._tensors_of: dict[int, list[int]] = {}
         for tensor in graph.tensors:
@@ -175,7 +175,7 @@ class Executor:
             return
         outs = [self._out(op, number, time) for number in op.outputs]
         if not op.creates:
-            thunk: Thunk = _Call(kernel(op.target), args, kwargs)
+            thunk: Thunk = _BoundCall(kernel(op.target), args, kwargs)
         else:
             if op.id not in self._writers:
                 self._writers[op.id] = writer(op.target, self.device.type, args)
@@ -196,17 +196,17 @@ class Executor:
             self._places[value] = self._place(value, time)
         return self._get(number)
 
-    def _place(self, value: int, time: int) -> Place:
+    def _place(self, value: int, time: int) -> Address:
         found = self.graph.values[value]
         if found.device == self.graph.device:
             return self._source.take(Birth(value, time), found.bytes)
-        return Place(torch.empty(found.bytes, dtype=torch.uint8, device=found.device).untyped_storage())
+        return Address(torch.empty(found.bytes, dtype=torch.uint8, device=found.device).untyped_storage())
 
     def _keep_as_returned(self, op: Op, move: Move) -> None:
         """Results that could not be moved to their places are where they are."""
         for number, out in zip(op.outputs, move.outs, strict=True):
             if number is not None and out is not None and out is not self._views.get(number):
-                self._places[self.graph.tensors[number].value] = Place(out.untyped_storage())
+                self._places[self.graph.tensors[number].value] = Address(out.untyped_storage())
                 self._views[number] = out
 
     def _adopt(self, op: Op, results: list[torch.Tensor | None]) -> None:
@@ -220,7 +220,7 @@ class Executor:
                     tensor.shape, tensor.stride, dtype=result.dtype, device=result.device
                 ).copy_(result)
             start = int(result.storage_offset()) - tensor.offset
-            self._places[tensor.value] = Place(result.untyped_storage(), start * result.element_size())
+            self._places[tensor.value] = Address(result.untyped_storage(), start * result.element_size())
             self._views[number] = result
 
     # Tensors ------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class Executor:
         return moves(self.graph, self.schedule.computed, self._writers)
 
 
-class _Call:
+class _BoundCall:
     """A call with arguments that may still be replaced."""
 
     def __init__(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -327,11 +327,11 @@ def _memory(memory: Memory | str) -> Memory:
         raise BadRequest(f"there is no memory called '{memory}'. There are: {', '.join(Memory)}.") from None
 
 
-def _source(memory: Memory, device: torch.device, layout: Layout | None) -> Source:
+def _source(memory: Memory, device: torch.device, layout: Layout | None) -> AddressSource:
     if memory is Memory.STATIC:
         assert layout is not None, "static memory has a layout"
         return Static(device, layout)
-    kinds: dict[Memory, Callable[[torch.device], Source]] = {
+    kinds: dict[Memory, Callable[[torch.device], AddressSource]] = {
         Memory.NAIVE: Naive,
         Memory.POOL: Pool,
         Memory.DIRECT: Direct,

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lowtide.chain.placement import Edge, Placement, Unit, place
+from lowtide.chain.placement import Edge, SegmentPlacement, Unit, place
 from lowtide.compat.autograd import checkpoint
 from lowtide.compat.ddp import let_go_of_old_buckets
 from lowtide.errors import BadRequest, CannotApply
@@ -104,25 +104,25 @@ def set_aside(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Course:
+class _LayerCourse:
     """What a plan means for a model: where its segments are, and which inputs it was made for."""
 
     solution: Solution
-    placement: Placement
+    placement: SegmentPlacement
 
     @property
     def inputs(self) -> tuple[str, ...]:
         return self.solution.chain.inputs
 
 
-def _course(model: nn.Module, solution: Solution) -> _Course:
+def _course(model: nn.Module, solution: Solution) -> _LayerCourse:
     placement = place(solution.chain, solution.plan)
     if solution.chain.fingerprint != fingerprint(model):
         raise CannotApply(
             f"the plan was made for another model than this {type(model).__name__}: their parameters or "
             "buffers differ in name, shape or type. Plan this model."
         )
-    return _Course(solution, placement)
+    return _LayerCourse(solution, placement)
 
 
 class _Runner:
@@ -131,7 +131,7 @@ class _Runner:
     It refers to modules by their paths alone: the model refers to it, and a circle would keep both alive.
     """
 
-    def __init__(self, course: _Course | None, on_new_inputs: str, replan: Replan | None) -> None:
+    def __init__(self, course: _LayerCourse | None, on_new_inputs: str, replan: Replan | None) -> None:
         self.course = course
         self.on_new_inputs = on_new_inputs
         self.replan = replan
@@ -257,7 +257,7 @@ class _Runner:
         self.known[given] = _course(model, self.replan(model, args, kwargs))
         self._switch(model, self.known[given])
 
-    def _switch(self, model: nn.Module, course: _Course) -> None:
+    def _switch(self, model: nn.Module, course: _LayerCourse) -> None:
         self.detach()
         self.course = course
         self.attach(model)

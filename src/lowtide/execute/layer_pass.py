@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lowtide.chain.placement import Edge, Placement, Unit
+from lowtide.chain.placement import Edge, SegmentPlacement, Unit
 from lowtide.compat.autograd import saving_hooks
 from lowtide.compat.dispatch import function_mode
 from lowtide.compat.trees import tree_flatten
 from lowtide.errors import CannotApply
 from lowtide.execute.buffers import Before, UnitBuffers
-from lowtide.execute.tape import Listening, Made, Slots, Tape
+from lowtide.execute.tape import Listening, Made, Tape, TapeSlots
 
 # Opens a checkpoint around what happens from now on, to be recomputed from the tape and the tensors.
 Opened: TypeAlias = Callable[[Tape, Sequence[torch.Tensor]], Generator[None, None, None]]
@@ -38,13 +38,15 @@ _Pending: TypeAlias = tuple[tuple[Any, Any], Before, list[int]]
 class Pass:
     """One call of the model: the segments that are open, and where on their tapes we are."""
 
-    def __init__(self, placement: Placement, buffers: Mapping[str, UnitBuffers], opened: Opened) -> None:
+    def __init__(
+        self, placement: SegmentPlacement, buffers: Mapping[str, UnitBuffers], opened: Opened
+    ) -> None:
         self.placement = placement
         self.buffers = buffers
         self.opened = opened
         self.crossed: set[Edge] = set()
         self.calls: Counter[str] = Counter()
-        self.slots = Slots()
+        self.slots = TapeSlots()
         self.open: list[_Open] = []
         self.listening = Listening(self.slots)
         self.hooks = saving_hooks()

@@ -37,13 +37,13 @@ class Memory(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Address:
     """Where a value begins."""
 
     storage: torch.UntypedStorage
     offset_bytes: int = 0
 
-    def is_at(self, other: Place) -> bool:
+    def is_at(self, other: Address) -> bool:
         """Whether both are the same address."""
         here = self.storage.data_ptr() + self.offset_bytes
         return here == other.storage.data_ptr() + other.offset_bytes
@@ -72,7 +72,7 @@ class Tally:
     fragmented_bytes: int = 0
 
 
-class Source(ABC):
+class AddressSource(ABC):
     """Hands out places and takes them back, and keeps count."""
 
     def __init__(self, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class Source(ABC):
         self.tally = Tally()
         self.kept_bytes = 0  # between steps, whether anything lies in it or not
 
-    def take(self, birth: Birth, size: int) -> Place:
+    def take(self, birth: Birth, size: int) -> Address:
         """Memory for a value that is about to be made."""
         start = time.perf_counter()
         place = self._take(birth, size)
@@ -88,16 +88,16 @@ class Source(ABC):
         self.tally.requests += 1
         return place
 
-    def give(self, place: Place) -> None:
+    def give(self, place: Address) -> None:
         """A value is dead."""
         start = time.perf_counter()
         self._give(place)
         self.tally.seconds += time.perf_counter() - start
 
     @abstractmethod
-    def _take(self, birth: Birth, size: int) -> Place: ...
+    def _take(self, birth: Birth, size: int) -> Address: ...
 
-    def _give(self, place: Place) -> None:  # noqa: B027 - most have nothing to recycle
+    def _give(self, place: Address) -> None:  # noqa: B027 - most have nothing to recycle
         pass
 
     def new_step(self) -> None:
@@ -109,15 +109,15 @@ class Source(ABC):
         return torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
 
 
-class Naive(Source):
+class Naive(AddressSource):
     """Memory of its own for every value, held to the end of the step."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._held: list[Place] = []
+        self._held: list[Address] = []
 
-    def _take(self, birth: Birth, size: int) -> Place:
-        place = Place(self._allocate(size))
+    def _take(self, birth: Birth, size: int) -> Address:
+        place = Address(self._allocate(size))
         self._held.append(place)
         return place
 
@@ -127,7 +127,7 @@ class Naive(Source):
         self._held.clear()
 
 
-class Pool(Source):
+class Pool(AddressSource):
     """Blocks that are recycled: the smallest free one that is large enough, but not far too large.
 
     Blocks are never returned to the device's allocator, nor split or merged.
@@ -136,10 +136,10 @@ class Pool(Source):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._free: list[torch.UntypedStorage] = []  # smallest first
-        self._used: dict[int, tuple[Place, int]] = {}  # blocks in use, by identity, and the bytes in them
+        self._used: dict[int, tuple[Address, int]] = {}  # blocks in use, by identity, and the bytes in them
         self._wasted_bytes = 0
 
-    def _take(self, birth: Birth, size: int) -> Place:
+    def _take(self, birth: Birth, size: int) -> Address:
         position = bisect.bisect_left(self._free, size, key=torch.UntypedStorage.nbytes)
         if position < len(self._free) and self._free[position].nbytes() <= size * _WASTEFUL:
             block = self._free.pop(position)
@@ -149,7 +149,7 @@ class Pool(Source):
                 self.tally.fragmented_bytes = max(self.tally.fragmented_bytes, idle)
             block = self._allocate(size)
             self.kept_bytes += size
-        place = Place(block)
+        place = Address(block)
         self._used[key_of_storage(block)] = place, size
         self._wasted_bytes += block.nbytes() - size
         self.tally.wasted_bytes = max(self.tally.wasted_bytes, self._wasted_bytes)
@@ -161,7 +161,7 @@ class Pool(Source):
         for place, _ in list(self._used.values()):
             self._give(place)
 
-    def _give(self, place: Place) -> None:
+    def _give(self, place: Address) -> None:
         if key_of_storage(place.storage) not in self._used:  # a kernel's own, which has no block
             return
         _, size = self._used.pop(key_of_storage(place.storage))
@@ -169,14 +169,14 @@ class Pool(Source):
         bisect.insort(self._free, place.storage, key=torch.UntypedStorage.nbytes)
 
 
-class Direct(Source):
+class Direct(AddressSource):
     """Nothing to hand out: kernels return what they took from the device's allocator."""
 
-    def _take(self, birth: Birth, size: int) -> Place:
+    def _take(self, birth: Birth, size: int) -> Address:
         raise AssertionError("kernels take memory themselves")
 
 
-class Static(Source):
+class Static(AddressSource):
     """One arena, in which every value has its place before anything runs."""
 
     def __init__(self, device: torch.device, layout: Layout) -> None:
@@ -185,5 +185,5 @@ class Static(Source):
         self.kept_bytes = layout.arena_bytes
         self._layout = layout
 
-    def _take(self, birth: Birth, size: int) -> Place:
-        return Place(self.arena, self._layout.offset_of(birth))
+    def _take(self, birth: Birth, size: int) -> Address:
+        return Address(self.arena, self._layout.offset_of(birth))

@@ -117,7 +117,7 @@ def check(model: Model, solution: GraphSolution) -> Model:
 
 
 @dataclass(frozen=True)
-class _Course:
+class _OpsCourse:
     """One way to run the model: the schedule for one kind of input."""
 
     execution: Execution
@@ -147,7 +147,7 @@ class _Route:
         self._on_new_inputs = on_new_inputs
         self._accumulate = accumulate
         self._replan = replan
-        self._courses: dict[tuple[str, ...], _Course] = {}
+        self._courses: dict[tuple[str, ...], _OpsCourse] = {}
         self._told: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +177,7 @@ class _Route:
     def _plain(self, model: nn.Module) -> Callable[..., Any]:
         return self.own or type(model).forward.__get__(model)
 
-    def _course(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Course | None:
+    def _course(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OpsCourse | None:
         """How to run the model on these arguments; None: as if there was no plan."""
         inputs = circumstances(self._parameters, args, kwargs)
         if inputs in self._courses:
@@ -191,7 +191,7 @@ class _Route:
         execution = Execution(solution.graph, solution.schedule)
         function, backend = self.own or type(model).forward, execution.backend
         compiled = torch.compile(function, backend=backend, dynamic=False)
-        course = self._courses[inputs] = _Course(execution, compiled)
+        course = self._courses[inputs] = _OpsCourse(execution, compiled)
         weakref.finalize(course, forget_compiled, backend, execution.frames).atexit = False
         return course
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.aot.codegen import Planned, emit
+from lowtide.aot.codegen import SectionCode, emit
 from lowtide.aot.mark import Mark
 from lowtide.aot.planned_graph import PlannedGraph
 from lowtide.aot.unused_outputs import gradientless
@@ -88,14 +88,14 @@ class _ScheduledGraph(PlannedGraph):
     def __init__(self, execution: Execution) -> None:
         super().__init__()
         self._execution = execution
-        self._planned: dict[Mark, Planned] = {}
+        self._planned: dict[Mark, SectionCode] = {}
 
     def run_forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         section = self._execution.next_section()
         mark = Mark(len(self._execution.schedules) - 1, section)
         return self.code(mark).forward.forward(args), mark.write()
 
-    def code(self, mark: Mark) -> Planned:
+    def code(self, mark: Mark) -> SectionCode:
         """The code for a section under a schedule, generated when it is first wanted."""
         if mark not in self._planned:
             assert mark.plan is not None, "every forward runs by a schedule"

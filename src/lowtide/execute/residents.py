@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from lowtide.errors import BadRequest
-from lowtide.execute.memory import Place
+from lowtide.execute.memory import Address
 from lowtide.ir.graph import Graph, Role
 
 
@@ -19,7 +19,7 @@ class Residents:
         self._values = _by_name(graph)
         self._given: dict[int, torch.Tensor] = {}
 
-    def take(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Place]]:
+    def take(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Address]]:
         """Use these tensors from now on: the values that are somewhere else than before, and where."""
         for value, tensor in self._checked(given):
             place, before = self._place(value, tensor), self._given.get(value)
@@ -39,7 +39,7 @@ class Residents:
                 )
             self._given[value].copy_(tensor)
 
-    def complete(self) -> Iterator[tuple[int, Place]]:
+    def complete(self) -> Iterator[tuple[int, Address]]:
         """What is empty needs no one to give it; anything else that the graph reads and was not given is
         an error."""
         for name, value in self._values.items():
@@ -50,7 +50,7 @@ class Residents:
                     f"'{name}' is there before the step begins, and was not given. "
                     f"The graph needs: {', '.join(self._values)}."
                 )
-            yield value, Place(torch.empty(0, dtype=torch.uint8, device=self.device()).untyped_storage())
+            yield value, Address(torch.empty(0, dtype=torch.uint8, device=self.device()).untyped_storage())
 
     def device(self) -> torch.device:
         """Where all of them lie."""
@@ -71,13 +71,13 @@ class Residents:
                 raise BadRequest(f"'{name}' was {_looks(known)}, and is now {_looks(tensor)}")
             yield value, tensor
 
-    def _place(self, value: int, tensor: torch.Tensor) -> Place:
+    def _place(self, value: int, tensor: torch.Tensor) -> Address:
         """Where a value begins: the tensor may be all of its storage, or a dense part of one."""
         found, storage = self.graph.values[value], tensor.untyped_storage()
         if storage.nbytes() == found.bytes:
-            return Place(storage)
+            return Address(storage)
         if tensor.is_contiguous() and tensor.nbytes == found.bytes:
-            return Place(storage, int(tensor.storage_offset()) * tensor.element_size())
+            return Address(storage, int(tensor.storage_offset()) * tensor.element_size())
         raise BadRequest(
             f"'{found.name}' has {found.bytes} bytes in the graph; what is given for it is {_looks(tensor)}, "
             f"over {storage.nbytes()} bytes"

@@ -51,7 +51,7 @@ class Tape:
             yield from _reads(entry)
 
 
-class Slots:
+class TapeSlots:
     """Which tensor fills which slot while stretches are written down. Holds none of them.
 
     A stretch can name what it was given and what it has made itself. Anything else, even if a stretch
@@ -111,7 +111,7 @@ class Slots:
 class Listening(TorchFunctionMode):
     """Writes down on `tape` the torch functions that are called while it is on."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: TapeSlots) -> None:
         super().__init__()
         self.tape = Tape(())
         self._slots = slots

@@ -35,13 +35,13 @@ class Reserve:
 
 
 @dataclass(eq=False, slots=True)
-class _Block:
+class _CachedBlock:
     address: int
     size: int
     small: bool
     free: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
+    before: _CachedBlock | None = None
+    after: _CachedBlock | None = None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -55,9 +55,9 @@ class CachingAllocator:
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
-        self._pools: dict[bool, list[_Block]] = {True: [], False: []}
+        self._pools: dict[bool, list[_CachedBlock]] = {True: [], False: []}
 
-    def allocate(self, requested_bytes: int) -> _Block:
+    def allocate(self, requested_bytes: int) -> _CachedBlock:
         """A block of at least `requested_bytes`, from the cache or from a new segment."""
         size = max(_GRAIN, _up(requested_bytes, _GRAIN))
         small = size <= _SMALL
@@ -70,7 +70,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
-    def release(self, block: _Block) -> None:
+    def release(self, block: _CachedBlock) -> None:
         """Back into the cache, joined with its free neighbours."""
         self.allocated_bytes -= block.size
         block.free = True
@@ -80,26 +80,26 @@ class CachingAllocator:
                 block = _joined(*sorted((block, neighbour), key=lambda one: one.address))
         bisect.insort(self._pools[block.small], block, key=lambda one: one.rank)
 
-    def _from_cache(self, size: int, small: bool) -> _Block | None:
+    def _from_cache(self, size: int, small: bool) -> _CachedBlock | None:
         pool = self._pools[small]
         position = bisect.bisect_left(pool, (size, 0), key=lambda one: one.rank)
         return pool.pop(position) if position < len(pool) else None
 
-    def _from_device(self, size: int, small: bool) -> _Block:
+    def _from_device(self, size: int, small: bool) -> _CachedBlock:
         segment = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _LARGE else _up(size, _SEGMENT_GRAIN)
         # Addresses only break ties; segments are taken to follow each other with a gap.
-        block = _Block(self.reserved_bytes * 2, segment, small)
+        block = _CachedBlock(self.reserved_bytes * 2, segment, small)
         self.reserved_bytes += segment
         return block
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block.small, True, block, block.after)
+    def _split(self, block: _CachedBlock, size: int) -> None:
+        rest = _CachedBlock(block.address + size, block.size - size, block.small, True, block, block.after)
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
         bisect.insort(self._pools[block.small], rest, key=lambda one: one.rank)
 
-    def _take(self, block: _Block) -> None:
+    def _take(self, block: _CachedBlock) -> None:
         pool = self._pools[block.small]
         del pool[bisect.bisect_left(pool, block.rank, key=lambda one: one.rank)]
 
@@ -133,11 +133,11 @@ def cached(graph: Graph, schedule: Schedule, steps: int = 3) -> Reserve:
     return Reserve(allocator.peak_allocated_bytes, allocator.reserved_bytes)
 
 
-def _allocated(allocator: CachingAllocator, size: int) -> _Block | None:
+def _allocated(allocator: CachingAllocator, size: int) -> _CachedBlock | None:
     return allocator.allocate(size) if size else None
 
 
-def _joined(first: _Block, second: _Block) -> _Block:
+def _joined(first: _CachedBlock, second: _CachedBlock) -> _CachedBlock:
     first.size += second.size
     first.after = second.after
     if second.after is not None:

@@ -51,7 +51,7 @@ def shape_text(shape: Iterable[int]) -> str:
     return " × ".join(map(str, shape)) or _SCALAR
 
 
-class Look(NamedTuple):
+class ValueLook(NamedTuple):
     """How a value is looked at."""
 
     shape: tuple[int, ...]
@@ -63,10 +63,10 @@ class Phrasing:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._looks: dict[int, Look] = {}
+        self._looks: dict[int, ValueLook] = {}
         made = (graph.tensors[tensor] for op in graph.ops for tensor in op.outputs if tensor is not None)
         for tensor in made:
-            self._looks.setdefault(tensor.value, Look(tensor.shape, tensor.stride))
+            self._looks.setdefault(tensor.value, ValueLook(tensor.shape, tensor.stride))
         for tensor in graph.tensors:
             self._looks.setdefault(tensor.value, _as_it_lies(tensor))
 
@@ -98,13 +98,13 @@ class Phrasing:
     def _look(self, tensor: Tensor) -> str:
         """A tensor by the name of its value, and how it differs from that."""
         name, whole = self.graph.values[tensor.value].name, self._looks[tensor.value]
-        if whole == Look(tensor.shape[::-1], tensor.stride[::-1]) and len(tensor.shape) == 2:
-            return name if whole == Look(tensor.shape, tensor.stride) else f"{name}.T"
+        if whole == ValueLook(tensor.shape[::-1], tensor.stride[::-1]) and len(tensor.shape) == 2:
+            return name if whole == ValueLook(tensor.shape, tensor.stride) else f"{name}.T"
         return name if tensor.shape == whole.shape else f"{name} as {shape_text(tensor.shape)}"
 
 
-def _as_it_lies(tensor: Tensor) -> Look:
+def _as_it_lies(tensor: Tensor) -> ValueLook:
     """A look at what is given; a matrix that is looked at transposed, as weights often are, as it lies."""
-    look = Look(tensor.shape, tensor.stride)
+    look = ValueLook(tensor.shape, tensor.stride)
     turned = len(tensor.shape) == 2 and tensor.stride == (1, tensor.shape[0]) and 1 not in tensor.shape
-    return Look(look.shape[::-1], look.stride[::-1]) if turned else look
+    return ValueLook(look.shape[::-1], look.stride[::-1]) if turned else look

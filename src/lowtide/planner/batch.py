@@ -20,8 +20,8 @@ from lowtide.cost.measure import Reading
 from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, InfeasibleBudget
 from lowtide.execute.apply import apply
-from lowtide.planner.batch_search import Plain, Planned, Reached, settled
-from lowtide.planner.batch_steps import MOST, Asked, Batch, BatchOf, Steps, Telling
+from lowtide.planner.batch_search import PlainGoal, PlannedGoal, Reached, settled
+from lowtide.planner.batch_steps import MOST, AnyBatch, Batch, BatchOf, Steps, Telling
 from lowtide.planner.real_step import RealStep
 from lowtide.solvers import default_method, is_scheduler, schedulers, solve
 from lowtide.solvers.method import Scheduler
@@ -121,10 +121,10 @@ def largest_batch(
             model, at.example, at.loss or loss, optimizer, accumulate, device, profile, name, progress
         )
 
-    asked = Asked(spec_of, multiple_of, device, profile, telling)
+    asked = AnyBatch(spec_of, multiple_of, device, profile, telling)
     steps = Steps(asked, memory_bytes)
-    plain = settled(steps, Plain(memory_bytes), 1)
-    planned = settled(steps, Planned(memory_bytes, chosen, time_limit), plain.batch if plain else 1)
+    plain = settled(steps, PlainGoal(memory_bytes), 1)
+    planned = settled(steps, PlannedGoal(memory_bytes, chosen, time_limit), plain.batch if plain else 1)
     if planned is None:
         _refuse_if_hopeless(steps, memory_bytes, chosen)
     return LargestBatch(

@@ -126,7 +126,7 @@ def _searched(steps: Steps, goal: Goal, guess: int, memory_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Plain(Goal):
+class PlainGoal(Goal):
     """The step as it is written."""
 
     def reached(self, step: StepBudget, batch: int, memory_bytes: int) -> Reached | None:
@@ -141,7 +141,7 @@ class Plain(Goal):
 
 
 @dataclass(frozen=True)
-class Planned(Goal):
+class PlannedGoal(Goal):
     """The step with a plan, within the memory and the time limit."""
 
     method: str | Scheduler

@@ -37,7 +37,7 @@ Telling: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class AnyBatch:
     """A step of training on any number of samples: `spec_of(batch)`."""
 
     spec_of: Callable[[int], StepSpec]
@@ -59,7 +59,7 @@ class Asked:
 class Steps:
     """The step at any batch: scaled from two samples, or captured. `lines` are None once they do not hold."""
 
-    def __init__(self, asked: Asked, memory_bytes: int) -> None:
+    def __init__(self, asked: AnyBatch, memory_bytes: int) -> None:
         self.asked = asked
         self.unit = asked.multiple_of
         self.seen: set[int] = set()

@@ -206,7 +206,7 @@ def _tell(progress: Progress | None, done: int, of: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _PlanReading:
     """A step under one plan, measured."""
 
     peak_bytes: int
@@ -214,7 +214,7 @@ class _Reading:
 
 
 def _row(
-    method: str, solution: Solution, readings: dict[Plan, _Reading | None], budget_bytes: int | None
+    method: str, solution: Solution, readings: dict[Plan, _PlanReading | None], budget_bytes: int | None
 ) -> Row:
     tried = _confirmation(solution)
     reading, plain = readings.get(solution.plan), readings.get(Plan())
@@ -277,7 +277,7 @@ def _measured(
     device: torch.device,
     repeats: int,
     progress: Progress | None,
-) -> dict[Plan, _Reading | None]:
+) -> dict[Plan, _PlanReading | None]:
     """A reading for each plan; None where the device had too little memory for it."""
     peaks: dict[Plan, int | None] = {}
     seconds: dict[Plan, list[float]] = {}
@@ -294,7 +294,7 @@ def _measured(
                 seconds.setdefault(solution.plan, []).append(step.seconds(solution))
             _tell(progress, len(solutions) * (1 + turn), rounds)
     return {
-        plan: None if peak is None else _Reading(peak, statistics.median(seconds[plan]))
+        plan: None if peak is None else _PlanReading(peak, statistics.median(seconds[plan]))
         for plan, peak in peaks.items()
     }
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from lowtide.chain.chain import Chain
-from lowtide.chain.cuts import Granularity, Step
+from lowtide.chain.cuts import Granularity, RecordedStep
 from lowtide.chain.plan import Plan
 from lowtide.chain.sizes import chain_of
 from lowtide.cost.profile import Progress
@@ -91,7 +91,7 @@ class Rehearsal:
     ) -> Chain:
         """The chain view of the plain step."""
         trace = self.plain
-        step = Step(trace.graph, trace.schedule, trace.calls, trace.forward_ops)
+        step = RecordedStep(trace.graph, trace.schedule, trace.calls, trace.forward_ops)
         args, kwargs = arguments(self.example)
         return replace(
             chain_of(step, granularity_named(granularity), modules),

@@ -23,14 +23,14 @@ _MOST_NODES = 200_000  # some ten seconds; a count, so that the answer does not 
 
 
 @dataclass(frozen=True)
-class Answer:
+class BestOffsets:
     """The best offsets that were found, and whether the search went to its end."""
 
     offsets: Ints
     complete: bool
 
 
-def smallest(spans: Spans, start: Ints, lower_bound: int, most_nodes: int = _MOST_NODES) -> Answer:
+def smallest(spans: Spans, start: Ints, lower_bound: int, most_nodes: int = _MOST_NODES) -> BestOffsets:
     """Offsets that reach no higher than any others, if the search is `complete`.
 
     It begins with the offsets `start`, and is over when it has met `lower_bound` or looked at `most_nodes`
@@ -48,7 +48,7 @@ def smallest(spans: Spans, start: Ints, lower_bound: int, most_nodes: int = _MOS
     if search.best > lower_bound:
         search.descend(0, 0)
     complete = search.nodes_left > 0 or search.best == lower_bound
-    return Answer(np.array(search.best_offsets, dtype=np.int64), complete)
+    return BestOffsets(np.array(search.best_offsets, dtype=np.int64), complete)
 
 
 @dataclass

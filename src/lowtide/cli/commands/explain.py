@@ -14,7 +14,7 @@ import click
 
 from lowtide.cli.options import json_option, model_options, output_file, size, whole_number
 from lowtide.cli.quiet import hush_libraries, undisturbed
-from lowtide.cli.subjects import Shape, Subject, Wishes, subject_of
+from lowtide.cli.subjects import Subject, VariableShape, Wishes, subject_of
 
 if TYPE_CHECKING:
     from lowtide.execute.trials import Trial
@@ -41,9 +41,11 @@ def _pairs(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -
     return found
 
 
-def _shapes(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> Mapping[str, Shape]:
+def _shapes(
+    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
+) -> Mapping[str, VariableShape]:
     """NAME=2,3 or NAME=8:int64."""
-    found: dict[str, Shape] = {}
+    found: dict[str, VariableShape] = {}
     for name, text in _pairs(ctx, param, texts).items():
         numbers, _, dtype = text.partition(":")
         sizes = numbers.split(",")
@@ -52,7 +54,7 @@ def _shapes(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) 
             raise click.BadParameter(problem, ctx, param)
         if dtype and dtype not in _DTYPES:
             raise click.BadParameter(f"'{dtype:.60}' is none of {', '.join(_DTYPES)}.", ctx, param)
-        found[name] = Shape(tuple(map(int, sizes)), dtype or "float32")
+        found[name] = VariableShape(tuple(map(int, sizes)), dtype or "float32")
     return found
 
 
@@ -133,7 +135,7 @@ def _steps(ctx: click.Context, param: click.Parameter, text: str) -> int | None:
 def command(
     model: str,
     device: str | None,
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, VariableShape],
     at: Mapping[str, tuple[float, ...]],
     wrt: tuple[str, ...] | None,
     backward: bool,

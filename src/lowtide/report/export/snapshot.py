@@ -37,13 +37,13 @@ def snapshot(curve: Curve) -> dict[str, list[Record] | list[list[Record]]]:
     The running sum of allocations less frees peaks where the curve does. Every address is in its segment,
     and no two blocks that are alive at once overlap: a result is never written over an input here.
     """
-    writer = _Writer(curve)
+    writer = _SnapshotWriter(curve)
     trace = list(writer.events())
     return {"segments": writer.segments(), "device_traces": [trace]}
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _LiveBlock:
     """A piece of memory that is allocated: where, how much, and who it is for."""
 
     address: int
@@ -51,14 +51,14 @@ class _Block:
     frames: list[Record]
 
 
-class _Writer:
+class _SnapshotWriter:
     """Writes down what an allocator would have done; `alive` are the blocks that nobody has freed yet."""
 
     def __init__(self, curve: Curve) -> None:
         self.curve = curve
         self.layout = lay_out(curve.graph, curve.schedule, in_place=False)
         self.life = {Birth(life.value, life.time): life for life in curve.lives}
-        self.alive: dict[int, _Block] = {}  # by value
+        self.alive: dict[int, _LiveBlock] = {}  # by value
         self.times: dict[int, int] = {}
         self.now_us = 0.0
         grain = alignment_of(curve.graph.device)
@@ -75,7 +75,7 @@ class _Writer:
     def events(self) -> Iterator[Record]:
         for base, size in zip(self.bases, self.sizes, strict=True):
             if size:
-                yield self._event("segment_alloc", _Block(base, size, []))
+                yield self._event("segment_alloc", _LiveBlock(base, size, []))
         for value in self.curve.graph.resident:
             yield from self._bear(value, self.bases[0] + self.offset[value], [])
         moment = 0
@@ -105,7 +105,7 @@ class _Writer:
     def _compute(self, op: Op, moment: int, running: list[Record]) -> Iterator[Record]:
         if op.workspace_bytes:
             frames = [_frame(op.module, moment, "workspace"), *running]
-            block = _Block(self.bases[2], op.workspace_bytes, frames)
+            block = _LiveBlock(self.bases[2], op.workspace_bytes, frames)
             yield self._event("alloc", block)
             yield from self._free(block)
         self.now_us += op.seconds * 1e6
@@ -113,19 +113,19 @@ class _Writer:
     def _bear(self, value: int, address: int, running: list[Record]) -> Iterator[Record]:
         life = self.life[Birth(value, max(self.times.get(value, 0) - 1, 0))]
         if life.bytes:
-            self.alive[value] = _Block(address, life.bytes, [self._owner(life), *running])
+            self.alive[value] = _LiveBlock(address, life.bytes, [self._owner(life), *running])
             yield self._event("alloc", self.alive[value])
 
     def _owner(self, life: Life) -> Record:
         value = self.curve.graph.values[life.value]
         return _frame(value.module, self.curve.moment(life.first), f"{value.name} ({life.category.value})")
 
-    def _free(self, block: _Block | None) -> Iterator[Record]:
+    def _free(self, block: _LiveBlock | None) -> Iterator[Record]:
         if block is not None:
             yield self._event("free_requested", block)
             yield self._event("free_completed", block)
 
-    def _event(self, action: str, block: _Block) -> Record:
+    def _event(self, action: str, block: _LiveBlock) -> Record:
         return {
             "action": action,
             "addr": block.address,
@@ -153,7 +153,7 @@ class _Writer:
         }
 
 
-def _blocks(base: int, size: int, alive: Iterable[_Block]) -> Iterator[Record]:
+def _blocks(base: int, size: int, alive: Iterable[_LiveBlock]) -> Iterator[Record]:
     """All of a segment, from its first byte to its last: blocks, and what is free between them."""
     end = base
     for block in alive:

@@ -15,7 +15,7 @@ from lowtide.errors import MissingExtra
 from lowtide.lesson.lesson import Lesson
 from lowtide.lesson.phrasing import shape_text, short
 from lowtide.report.picture.brush import Brush, Stop
-from lowtide.report.picture.layering import Arrow, Kind, Node, Plan, Spot, planned
+from lowtide.report.picture.layering import Arrow, GraphDrawing, Node, NodeKind, Position, planned
 from lowtide.report.picture.legend import WIDTH_INCHES, height_inches, paint_legend
 from lowtide.report.picture.plot import painted
 from lowtide.report.text.lesson import numbers_text
@@ -36,7 +36,7 @@ _LONGEST_TITLE = 90
 _PLAIN = "names, sizes, counters and what is given are not shown; the figures are tags"
 
 
-class Sizes(NamedTuple):
+class NodeSizes(NamedTuple):
     """How large nodes are, and how far apart, in inches; without `words` they are small."""
 
     width: float
@@ -85,9 +85,9 @@ def draw_lesson(lesson: Lesson, kind: str, *, title: str) -> bytes:
     return painted(kind, inches, paint)
 
 
-def _sizes(lesson: Lesson, plan: Plan, words: bool) -> Sizes:
+def _sizes(lesson: Lesson, plan: GraphDrawing, words: bool) -> NodeSizes:
     if not words:
-        return Sizes(0.3, 0.16, 0.42, 0.3, words)
+        return NodeSizes(0.3, 0.16, 0.42, 0.3, words)
     lines = [_lines(lesson, node) for node in plan.spots] or [[""]]
     widest = max(
         len(line) * _LETTER * (_SMALL if place else _NAME)
@@ -96,12 +96,12 @@ def _sizes(lesson: Lesson, plan: Plan, words: bool) -> Sizes:
     )
     tall = 0.74 if max(map(len, lines)) > 2 else 0.56
     width = min(widest, _WIDEST) + 2 * _BADGE
-    return Sizes(width, tall, width + 0.28, tall + 0.5, words)
+    return NodeSizes(width, tall, width + 0.28, tall + 0.5, words)
 
 
 def _lines(lesson: Lesson, node: Node) -> list[str]:
     """What is written in a node: its name, what makes it, and the numbers that come out or its shape."""
-    if node.kind is Kind.GIVEN:
+    if node.kind is NodeKind.GIVEN:
         name, made, value = lesson.graph.values[node.number].name, "", node.number
     else:
         op = lesson.graph.ops[node.number]
@@ -113,7 +113,7 @@ def _lines(lesson: Lesson, node: Node) -> list[str]:
 class _Painter:
     """Paints nodes and arrows where the plan has them."""
 
-    def __init__(self, brush: Brush, lesson: Lesson, plan: Plan, sizes: Sizes) -> None:
+    def __init__(self, brush: Brush, lesson: Lesson, plan: GraphDrawing, sizes: NodeSizes) -> None:
         self.brush, self.lesson, self.plan, self.sizes = brush, lesson, plan, sizes
         self.given: dict[int, Given] = {}
         self.counter: dict[int, int] = {}
@@ -134,15 +134,15 @@ class _Painter:
         names = ["forward ↑"] if self.lesson.forward else []
         names += ["backward ↓"] if self.lesson.backward else []
         for name, (low, high) in zip(names, self.plan.sides, strict=False):
-            middle = max(self._inches(Spot((low + high) / 2, 0)).x, 0.6)
+            middle = max(self._inches(Position((low + high) / 2, 0)).x, 0.6)
             self.brush.text(middle, 0.25, name, 11, ha="center", color="#555555", style="italic")
 
-    def _inches(self, spot: Spot) -> Spot:
-        return Spot(
+    def _inches(self, spot: Position) -> Position:
+        return Position(
             _MARGIN + spot.x * self.sizes.across, _FLOOR + spot.y * self.sizes.up + self.sizes.height / 2
         )
 
-    def _at(self, node: Node) -> Spot:
+    def _at(self, node: Node) -> Position:
         """The middle of a node."""
         return self._inches(self.plan.spots[node])
 
@@ -150,7 +150,7 @@ class _Painter:
 
     def _node(self, node: Node) -> None:
         x, y = self._at(node)
-        made = () if node.kind is Kind.GIVEN else self.lesson.graph.ops[node.number].creates
+        made = () if node.kind is NodeKind.GIVEN else self.lesson.graph.ops[node.number].creates
         first = self.given.get(made[0]) if made else None
         size = self.sizes.width, self.sizes.height
         if first is None:
@@ -198,10 +198,10 @@ class _Painter:
         direction = 1 if stop.y > start.y else -1
         half = direction * self.sizes.height / 2
         lean = max(-0.3, min(0.3, (stop.x - start.x) / (2 * self.sizes.across))) * self.sizes.width
-        first, last = Spot(start.x + lean, start.y + half), Spot(stop.x - lean, stop.y - half)
+        first, last = Position(start.x + lean, start.y + half), Position(stop.x - lean, stop.y - half)
         bends = [self._inches(bend) for bend in arrow.bends]
         if not self.sizes.words and abs(stop.y - start.y) > 1.5 * self.sizes.up:
-            bends = [Spot((first.x + last.x) / 2 - direction * self.sizes.width, (first.y + last.y) / 2)]
+            bends = [Position((first.x + last.x) / 2 - direction * self.sizes.width, (first.y + last.y) / 2)]
         if not bends:
             straight = (last.x - first.x) / 3, (last.y - first.y) / 3
             return [Stop(*first, *straight), Stop(*last, *straight)]
@@ -214,18 +214,18 @@ class _Painter:
         half, pull = self.sizes.width / 2, self.sizes.across * 0.6
         route = [Stop(start.x + half, start.y, pull, 0.0)]
         if self._blocked(arrow.source, 1):
-            exit_x = self._inches(Spot(self.plan.sides[0][1], 0)).x
+            exit_x = self._inches(Position(self.plan.sides[0][1], 0)).x
             route = [*self._lane(start, 1), Stop(exit_x, self._lane_y(start), pull, 0.0)]
         if not self._blocked(arrow.target, -1):
             return [*route, Stop(stop.x - half, stop.y, pull, 0.0)]
-        entry_x = self._inches(Spot(self.plan.sides[-1][0], 0)).x
+        entry_x = self._inches(Position(self.plan.sides[-1][0], 0)).x
         return [*route, Stop(entry_x, self._lane_y(stop), pull, 0.0), *self._lane(stop, -1)]
 
-    def _lane_y(self, spot: Spot) -> float:
+    def _lane_y(self, spot: Position) -> float:
         """The height of the lane below a level."""
         return spot.y - self.sizes.height / 2 - (self.sizes.up - self.sizes.height) * 0.4
 
-    def _lane(self, spot: Spot, direction: int) -> list[Stop]:
+    def _lane(self, spot: Position, direction: int) -> list[Stop]:
         """From the lower edge of a node to the lane at its right, or from the one at its left to its edge."""
         half = direction * self.sizes.width / 2
         edge = Stop(spot.x + half / 2, spot.y - self.sizes.height / 2, 0.0, -0.12 * direction)

@@ -40,7 +40,7 @@ _LONGEST_OP = 40
 _NOTHING = "–"
 
 
-class Point(NamedTuple):
+class FrontierPoint(NamedTuple):
     """A schedule: what it holds, and what it adds: per cent of the step, or ops where no times are known."""
 
     peak_bytes: int
@@ -100,12 +100,12 @@ def frontier_picture(title: str, solutions: Sequence[GraphSolution], kind: str) 
     return painted(kind, (10, 5.4), paint)
 
 
-def points_of(solutions: Iterable[GraphSolution]) -> list[Point]:
+def points_of(solutions: Iterable[GraphSolution]) -> list[FrontierPoint]:
     """A point a schedule, in the order in which they are given."""
     solutions = list(solutions)
     timed = _timed(solutions)
     return [
-        Point(
+        FrontierPoint(
             solution.peak_bytes,
             100 * solution.extra_seconds_ratio if timed else float(sum(solution.recomputed.values())),
             solution.method,
@@ -114,9 +114,9 @@ def points_of(solutions: Iterable[GraphSolution]) -> list[Point]:
     ]
 
 
-def best(points: Iterable[Point]) -> list[Point]:
+def best(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
     """Those than which no other holds less and adds no more: from the lowest peak to the least added."""
-    found: list[Point] = []
+    found: list[FrontierPoint] = []
     for point in sorted(points):
         if not found or point.added < found[-1].added:
             found.append(point)
@@ -163,10 +163,12 @@ def _table(solutions: Sequence[GraphSolution], plain_bytes: int) -> Table:
 # The picture ----------------------------------------------------------------------------------------
 
 
-def _draw_bought(axes: Axes, points: Sequence[Point], plain_bytes: int, unit: tuple[str, int]) -> None:
+def _draw_bought(
+    axes: Axes, points: Sequence[FrontierPoint], plain_bytes: int, unit: tuple[str, int]
+) -> None:
     """What the least time within a budget is, for every budget between the lowest peak and the plain one."""
-    steps = best([*points, Point(plain_bytes, 0.0, "")])
-    ends = [*steps, Point(max(plain_bytes, steps[-1].peak_bytes), steps[-1].added, "")]
+    steps = best([*points, FrontierPoint(plain_bytes, 0.0, "")])
+    ends = [*steps, FrontierPoint(max(plain_bytes, steps[-1].peak_bytes), steps[-1].added, "")]
     axes.step(
         [point.peak_bytes / unit[1] for point in ends],
         [point.added for point in ends],
@@ -178,7 +180,7 @@ def _draw_bought(axes: Axes, points: Sequence[Point], plain_bytes: int, unit: tu
     )
 
 
-def _draw_points(axes: Axes, points: Sequence[Point], unit: tuple[str, int]) -> None:
+def _draw_points(axes: Axes, points: Sequence[FrontierPoint], unit: tuple[str, int]) -> None:
     for number, method in enumerate(dict.fromkeys(point.method for point in points)):
         own = [point for point in points if point.method == method]
         axes.scatter(

@@ -22,7 +22,7 @@ _APART = 0.8  # columns between the two sides
 _BEND_WIDTH = 0.35  # columns
 
 
-class Kind(IntEnum):
+class NodeKind(IntEnum):
     """What a node is."""
 
     OP = 0
@@ -34,10 +34,10 @@ class Node(NamedTuple):
     """An op or a value by its number; bends are counted."""
 
     number: int
-    kind: Kind = Kind.OP
+    kind: NodeKind = NodeKind.OP
 
 
-class Spot(NamedTuple):
+class Position(NamedTuple):
     """A place: columns to the right, levels up."""
 
     x: float
@@ -51,17 +51,17 @@ class Arrow(NamedTuple):
     target: Node
     value: int
     crosses: bool
-    bends: tuple[Spot, ...] = ()
+    bends: tuple[Position, ...] = ()
 
 
 @dataclass(frozen=True)
-class Plan:
+class GraphDrawing:
     """Where everything is, in a frame of `columns` and `levels`, and what is not shown, in words.
 
     `sides` are the first and last column of the forward and, if there is one, of the backward.
     """
 
-    spots: Mapping[Node, Spot]
+    spots: Mapping[Node, Position]
     arrows: tuple[Arrow, ...]
     columns: float
     levels: float
@@ -69,7 +69,7 @@ class Plan:
     left_out: str = ""
 
 
-def planned(lesson: Lesson, *, most_ops: int, detailed: bool) -> Plan:
+def planned(lesson: Lesson, *, most_ops: int, detailed: bool) -> GraphDrawing:
     """A place for every op, up to `most_ops`; with details also for what is given, and bends in long arrows.
 
     Of more ops the first of the forward and the last of the backward are shown, which belong together. Ops
@@ -80,17 +80,17 @@ def planned(lesson: Lesson, *, most_ops: int, detailed: bool) -> Plan:
     within = [arrow for arrow in arrows if not arrow.crosses]
     sides = [_Side(ops, within, detailed) for ops in (forward, backward) if ops]
     height = max((side.highest for side in sides), default=1)
-    spots: dict[Node, Spot] = {}
-    bends: dict[Arrow, tuple[Spot, ...]] = {}
+    spots: dict[Node, Position] = {}
+    bends: dict[Arrow, tuple[Position, ...]] = {}
     frames: list[tuple[float, float]] = []
     for side in sides:
         begin = frames[-1][1] + _APART if frames else 0.0
         placed = side.spots(begin, height, up=side is sides[0] and bool(forward))
-        spots |= {node: spot for node, spot in placed.items() if node.kind is not Kind.BEND}
+        spots |= {node: spot for node, spot in placed.items() if node.kind is not NodeKind.BEND}
         bends |= {arrow: tuple(placed[bend] for bend in bent) for arrow, bent in side.bent.items()}
         frames.append((begin, begin + side.width))
     drawn = tuple(arrow._replace(bends=bends.get(arrow, ())) for arrow in arrows)
-    return Plan(spots, drawn, frames[-1][1] if frames else 1.0, height, tuple(frames), left_out)
+    return GraphDrawing(spots, drawn, frames[-1][1] if frames else 1.0, height, tuple(frames), left_out)
 
 
 def _chosen(lesson: Lesson, most: int) -> tuple[Sequence[Op], Sequence[Op], str]:
@@ -116,7 +116,7 @@ def _arrows(lesson: Lesson, ops: Sequence[Op], with_given: bool) -> Iterator[Arr
         for value in dict.fromkeys(op.reads):
             maker = lesson.graph.creator.get(value)
             if maker is None and with_given:
-                yield Arrow(Node(value, Kind.GIVEN), Node(op.id), value, later and value in used)
+                yield Arrow(Node(value, NodeKind.GIVEN), Node(op.id), value, later and value in used)
             elif maker in shown:
                 yield Arrow(Node(maker), Node(op.id), value, later is (maker in own))
 
@@ -139,11 +139,11 @@ class _Side:
         self.least = min(self.x[node] - _width(node) / 2 for node in self.x)
         self.width = max(self.x[node] + _width(node) / 2 for node in self.x) - self.least
 
-    def spots(self, begin: float, height: float, *, up: bool) -> dict[Node, Spot]:
+    def spots(self, begin: float, height: float, *, up: bool) -> dict[Node, Position]:
         """The places, from column `begin` on; the levels are stretched to `height`."""
         stretch = height / self.highest
         return {
-            node: Spot(begin + x - self.least, stretch * (level if up else self.highest - level))
+            node: Position(begin + x - self.least, stretch * (level if up else self.highest - level))
             for node, x in self.x.items()
             for level in (self.level[node],)
         }
@@ -152,14 +152,14 @@ class _Side:
         """A node for each level that the arrow passes."""
         passed = range(self.level[arrow.source] + 1, self.level[arrow.target]) if detailed else range(0)
         count = sum(map(len, self.bent.values()))
-        bends = tuple(Node(count + place, Kind.BEND) for place in range(len(passed)))
+        bends = tuple(Node(count + place, NodeKind.BEND) for place in range(len(passed)))
         self.level.update(zip(bends, passed, strict=True))
         self.bent[arrow] = bends
         return bends
 
     def _places(self) -> dict[Node, float]:
         rows: dict[int, list[Node]] = {}
-        for node in sorted(self.level, key=lambda node: (node.kind is Kind.BEND, node)):
+        for node in sorted(self.level, key=lambda node: (node.kind is NodeKind.BEND, node)):
             rows.setdefault(self.level[node], []).append(node)
         x: dict[Node, float] = {}
         for row in rows.values():
@@ -192,8 +192,10 @@ def _levels(ops: Sequence[Op], arrows: Sequence[Arrow]) -> dict[Node, int]:
 
 def _in_row(row: Sequence[Node], wish: Mapping[Node, float]) -> dict[Node, float]:
     """Places side by side in the order of the wishes, around zero; what is given stands at their left."""
-    inner = sorted((node for node in row if node.kind is not Kind.GIVEN), key=lambda node: (wish[node], node))
-    given = sorted((node for node in row if node.kind is Kind.GIVEN), key=lambda node: (wish[node], node))
+    inner = sorted(
+        (node for node in row if node.kind is not NodeKind.GIVEN), key=lambda node: (wish[node], node)
+    )
+    given = sorted((node for node in row if node.kind is NodeKind.GIVEN), key=lambda node: (wish[node], node))
     if not inner:
         inner, given = given, []
     edge = -sum(map(_width, inner)) / 2
@@ -210,7 +212,7 @@ def _lined_up(nodes: Iterable[Node], edge: float) -> dict[Node, float]:
 
 
 def _width(node: Node) -> float:
-    return _BEND_WIDTH if node.kind is Kind.BEND else 1.0
+    return _BEND_WIDTH if node.kind is NodeKind.BEND else 1.0
 
 
 def _mean(numbers: Sequence[float], otherwise: float) -> float:

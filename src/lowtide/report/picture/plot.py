@@ -53,7 +53,7 @@ _HEADROOM = 1.22  # above the peak, for its label
 _FARTHEST_BUDGET = 3.0  # in peaks: a budget above that would press everything else to the ground
 
 
-class Run(NamedTuple):
+class PhaseSpan(NamedTuple):
     """Neighbouring steps of one phase: from `start` up to `stop`."""
 
     phase: Phase
@@ -132,16 +132,16 @@ def coarse(live_bytes: npt.NDArray[np.int64], most: int = _MOST_POINTS) -> tuple
     return edges, np.asarray(fullest, dtype=np.int64)
 
 
-def runs_of(phases: Sequence[Phase | None]) -> Iterator[Run]:
+def runs_of(phases: Sequence[Phase | None]) -> Iterator[PhaseSpan]:
     """The phases in order. A free belongs to the phase it happens in."""
     start, now = 0, next((phase for phase in phases if phase is not None), None)
     if now is None:
         return
     for step, phase in enumerate(phases):
         if phase is not None and phase is not now:
-            yield Run(now, start, step)
+            yield PhaseSpan(now, start, step)
             start, now = step, phase
-    yield Run(now, start, len(phases))
+    yield PhaseSpan(now, start, len(phases))
 
 
 def _draw_stack(axes: Axes, timeline: Timeline, unit: tuple[str, int]) -> None:
@@ -178,12 +178,12 @@ def _draw_phases(axes: Axes, timeline: Timeline) -> None:
             axes.text(*middle, phase.value, transform=place, ha="center", va="center_baseline", size=9)
 
 
-def _runs_to_draw(timeline: Timeline) -> list[Run]:
+def _runs_to_draw(timeline: Timeline) -> list[PhaseSpan]:
     """The phases, no finer than the stack is drawn."""
     edges, _ = coarse(timeline.live_bytes)
     whole = [run.phase for run in runs_of(timeline.phases) for _ in range(run.start, run.stop)]
     seen = [whole[start] for start in edges[:-1]]
-    return [Run(run.phase, int(edges[run.start]), int(edges[run.stop])) for run in runs_of(seen)]
+    return [PhaseSpan(run.phase, int(edges[run.start]), int(edges[run.stop])) for run in runs_of(seen)]
 
 
 def _draw_budget(axes: Axes, timeline: Timeline, budget_bytes: int | None, unit: tuple[str, int]) -> None:

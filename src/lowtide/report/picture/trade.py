@@ -29,7 +29,7 @@ _OFFSETS = [
 ]
 
 
-class Point(NamedTuple):
+class TradePoint(NamedTuple):
     """Methods whose plans hold and cost the same; `x` is per cent of the step's time, or a count of ops."""
 
     label: str
@@ -37,7 +37,7 @@ class Point(NamedTuple):
     peak_bytes: int
 
 
-class Box(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle in points."""
 
     left: float
@@ -45,7 +45,7 @@ class Box(NamedTuple):
     right: float
     top: float
 
-    def overlaps(self, other: Box) -> bool:
+    def overlaps(self, other: Rectangle) -> bool:
         """Whether they share more than an edge."""
         return (
             self.left < other.right
@@ -85,7 +85,7 @@ def draw_trade(comparison: Comparison, kind: str, *, title: str) -> bytes:
     return painted(kind, (10, 5.8), paint)
 
 
-def predicted_points(comparison: Comparison) -> list[Point]:
+def predicted_points(comparison: Comparison) -> list[TradePoint]:
     """One point for each place where methods are, with the names of all of them."""
     names: dict[tuple[float, int], list[str]] = {}
     for row in comparison.rows:
@@ -93,11 +93,14 @@ def predicted_points(comparison: Comparison) -> list[Point]:
         if added is not None and row.predicted_peak_bytes is not None:
             x = 100.0 * added if comparison.timed else float(added)
             names.setdefault((x, row.predicted_peak_bytes), []).append(row.method)
-    return [Point(", ".join(methods), *place) for place, methods in names.items()]
+    return [TradePoint(", ".join(methods), *place) for place, methods in names.items()]
 
 
 def placed(
-    points: Sequence[tuple[float, float]], labels: Sequence[str], frame: Box, occupied: Sequence[Box] = ()
+    points: Sequence[tuple[float, float]],
+    labels: Sequence[str],
+    frame: Rectangle,
+    occupied: Sequence[Rectangle] = (),
 ) -> list[tuple[float, float]]:
     """Where the left end of each label is, from its point, so that none covers a point or what else is there.
 
@@ -108,7 +111,9 @@ def placed(
     for (x, y), label in zip(points, labels, strict=True):
         width = _LETTER * len(label)
         candidates = [(dx if dx > 0 else dx - width, dy) for dx, dy in _OFFSETS]
-        boxes = [Box(x + dx, y + dy - _LINE / 2, x + dx + width, y + dy + _LINE / 2) for dx, dy in candidates]
+        boxes = [
+            Rectangle(x + dx, y + dy - _LINE / 2, x + dx + width, y + dy + _LINE / 2) for dx, dy in candidates
+        ]
         free = [
             place
             for place, box in enumerate(boxes)
@@ -120,11 +125,11 @@ def placed(
     return chosen
 
 
-def _around(x: float, y: float) -> Box:
-    return Box(x - 4, y - 4, x + 4, y + 4)
+def _around(x: float, y: float) -> Rectangle:
+    return Rectangle(x - 4, y - 4, x + 4, y + 4)
 
 
-def _inside(box: Box, frame: Box) -> bool:
+def _inside(box: Rectangle, frame: Rectangle) -> bool:
     return (
         frame.left <= box.left
         and box.right <= frame.right
@@ -136,7 +141,7 @@ def _inside(box: Box, frame: Box) -> bool:
 def _draw_labels(
     figure: Figure,
     axes: Axes,
-    points: Sequence[Point],
+    points: Sequence[TradePoint],
     crosses: Sequence[tuple[float, float]],
     bounds: Sequence[tuple[float, str]],
     unit: tuple[str, int],
@@ -149,12 +154,12 @@ def _draw_labels(
         return float(across), float(up)
 
     extent = axes.get_window_extent()
-    frame = Box(*(edge * scale for edge in (extent.x0, extent.y0, extent.x1, extent.y1)))
+    frame = Rectangle(*(edge * scale for edge in (extent.x0, extent.y0, extent.x1, extent.y1)))
     occupied = [_around(*place(*cross)) for cross in crosses]
     for height, text in bounds:
         line = place(0, height)[1]
-        occupied.append(Box(frame.left, line - 1, frame.right, line + 1))
-        occupied.append(Box(frame.right - 4 - _LETTER * len(text), line - 3 - _LINE, frame.right, line))
+        occupied.append(Rectangle(frame.left, line - 1, frame.right, line + 1))
+        occupied.append(Rectangle(frame.right - 4 - _LETTER * len(text), line - 3 - _LINE, frame.right, line))
     places = [place(point.x, point.peak_bytes / unit[1]) for point in points]
     offsets = placed(places, [point.label for point in points], frame, occupied)
     for point, offset in zip(points, offsets, strict=True):

@@ -93,11 +93,11 @@ def _search(chain: Chain, plain_bytes: int, slots: int, free_bytes: int | None) 
     only at small ones: or else a budget just above the end of the second table could cost more time.
     """
     slot_bytes = max(1, -(-plain_bytes // slots))
-    table = _Table(chain, slot_bytes, _plain_slots(chain, slot_bytes))
+    table = _PassTable(chain, slot_bytes, _plain_slots(chain, slot_bytes))
     tables, least = [table], table.least()
     if slot_bytes > 1 and least is not None:
         fine_bytes = max(1, -(-least.needed_bytes // slots))
-        tables.append(_Table(chain, fine_bytes, -(-least.needed_bytes // fine_bytes)))
+        tables.append(_PassTable(chain, fine_bytes, -(-least.needed_bytes // fine_bytes)))
     plans = [table.least() if free_bytes is None else table.fastest(free_bytes) for table in tables]
     found = [plan for plan in plans if plan is not None]
     if free_bytes is None:
@@ -129,7 +129,7 @@ def _later(values: Floats, slots: int) -> Floats:
     return moved
 
 
-class _Table:
+class _PassTable:
     """X of every pass and every number of free slots, and the way back from it to a plan.
 
     Passes are filled in by their last layer j, and for one j from the shortest to the longest: then

@@ -40,7 +40,10 @@ MEANINGS = {
     "budget 0.5": "`torch._functorch.config.activation_memory_budget`",
     "lowtide": 'plans of ops, with PyTorch\'s own kernels; `lowest` is `budget="min"`',
 }
-BEFORE = "† measured in an earlier run, in the same way on the same kind of machine, at the row's own commit."
+EARLIER = (
+    "† of an earlier run, in the same way on the same kind of machine, at commit 69bf53f; rounded, for only "
+    "the figures were kept."
+)
 
 
 def report(document: Json, output: Path) -> None:
@@ -55,7 +58,9 @@ def report(document: Json, output: Path) -> None:
         "",
         *(f"- {what}: {meaning}" for what, meaning in MEANINGS.items()),
         "",
-        *overview(document["rows"]),
+        *overview(document["rows"], document.get("earlier", [])),
+        *(f"- {note}" for note in document.get("notes", [])),
+        "",
     ]
     for name in names(document["rows"]):
         lines += details(name, [row for row in document["rows"] if row["subject"] == name])
@@ -68,33 +73,27 @@ def names(rows: Sequence[Json]) -> list[str]:
     return list(dict.fromkeys(row["subject"] for row in rows))
 
 
-def overview(rows: Sequence[Json]) -> Iterator[str]:
-    """MiB / ms of every way, a column for each model."""
-    found = {(row["subject"], row["label"]): row for row in sorted(rows, key=lambda row: "error" not in row)}
+def overview(rows: Sequence[Json], earlier: Sequence[Json] = ()) -> Iterator[str]:
+    """MiB / ms of every way, a column for each model; what is of an `earlier` run has a mark."""
+    found = {(row["subject"], row["label"]): cell(row) for row in rows}
+    found |= {(row["subject"], row["label"]): f"{cell(row)} †" for row in earlier}
     columns = names(rows)
     yield from table(
         ["MiB / ms", *columns],
-        [[way, *(cell(found.get((name, way))) for name in columns)] for way in WAYS],
+        [[way, *(found.get((name, way), "–") for name in columns)] for way in WAYS],
     )
-    if any(row.get("before") for row in rows):
-        yield BEFORE
+    if earlier:
+        yield EARLIER
         yield ""
 
 
-def cell(row: Json | None) -> str:
+def cell(row: Json) -> str:
     """`7,840 / 411`; a word where there is no such figure."""
-    if row is None:
-        return "–"
     if "error" in row:
         return {"InfeasibleBudget": "does not fit", "OutOfMemoryError": "out of memory"}.get(
             row["failure"], "failed"
         )
-    return f"{row['peak_bytes'] / 2**20:,.0f} / {row['ms']:,.0f}{mark(row)}"
-
-
-def mark(row: Json) -> str:
-    """† behind what is of an earlier run."""
-    return " †" if row.get("before") else ""
+    return f"{row['peak_bytes'] / 2**20:,.0f} / {row['ms']:,.0f}"
 
 
 def details(name: str, rows: Sequence[Json]) -> Iterator[str]:
@@ -105,7 +104,7 @@ def details(name: str, rows: Sequence[Json]) -> Iterator[str]:
     if library:
         yield f"The model is of {library}."
         yield ""
-    head = ["", "MiB", "reserved", "ms", "predicted MiB", "ops again", "planning s", "first step s"]
+    head = ["", "MiB", "reserved", "ms", "predicted MiB", "ops again", "planning s", "first step s", "commit"]
     measured = sorted((row for row in rows if "peak_bytes" in row), key=lambda row: WAYS.index(row["label"]))
     yield from table(head, [cells(row) for row in measured])
     failed = [row for row in rows if "error" in row]
@@ -117,7 +116,7 @@ def details(name: str, rows: Sequence[Json]) -> Iterator[str]:
 def cells(row: Json) -> list[str]:
     planned = "predicted_bytes" in row
     return [
-        row["label"] + mark(row),
+        row["label"],
         _mib(row["peak_bytes"]),
         _mib(row["reserved_bytes"]) if "reserved_bytes" in row else "–",
         f"{row['ms']:,.1f}",
@@ -125,6 +124,7 @@ def cells(row: Json) -> list[str]:
         str(row["recomputed_ops"]) if planned else "–",
         f"{row['planning_seconds']:.1f}" if planned else "–",
         f"{row['first_seconds']:.1f}" if "first_seconds" in row else "–",
+        row["commit"],
     ]
 
 

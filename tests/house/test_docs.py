@@ -300,17 +300,20 @@ def test_the_table_of_where_lowtide_stands_tells_the_rows_as_they_are(
         {**row, "label": "eager", "peak_bytes": 3000 << 20, "ms": 7.0},
         {**row, "label": "lowtide, lowest", "peak_bytes": 2 << 20, "ms": 12.4},
         {**row, "label": "own checkpointing", "error": "no", "failure": "InfeasibleBudget"},
-        {**row, "label": "torch.compile, budget 0.5", "peak_bytes": 4 << 20, "ms": 8.0, "before": True},
         {**row, "label": "torch.compile, budget 0.5", "error": "no", "failure": "ProcessEnded"},
+        {**row, "label": "torch.compile", "peak_bytes": 9 << 20, "ms": 11.0},
+        {**row, "label": "torch.compile", "peak_bytes": 9 << 20, "ms": 13.0},
     ]
+    earlier = [{**row, "label": "torch.compile, budget 0.5", "peak_bytes": 4 << 20, "ms": 8.0}]
     machine = {"device": "A GPU", "torch": "2.13", "date": "2026-01-02"}
-    found = stands.table({"rows": rows, "machine": machine})
+    found = stands.table({"rows": rows, "earlier": earlier, "machine": machine})
     assert "| MiB / ms | tiny, bf16 |\n|---|--:|\n| eager | 3,000 / **7** |\n" in found
     assert "\n| lowtide, lowest | **2** / 12 |\n" in found
     assert "\n| the library's own checkpointing | does not fit |\n" in found
-    assert "\n| `torch.compile` | – |\n" in found
+    assert "\n| `torch.compile` | 9 / 13 |\n" in found  # the later one
+    assert "\n| … with a chunked loss, as in Liger | – |\n" in found
     assert "memory budget at 0.5 | 4 / 8 † |\n" in found
-    assert found.endswith("† measured in an earlier run, in the same way.")
+    assert found.endswith("† of an earlier run, in the same way, at commit 69bf53f.")
     assert "A GPU, torch 2.13, 2026-01-02" in found
     assert "(benchmarks/any/standing-2026-01-02.md)" in found
 
@@ -322,10 +325,12 @@ def test_the_sentence_of_what_one_line_did_has_four_measured_rows() -> None:
         {"subject": "convnext_base, bf16", "label": way, "peak_bytes": (4 - place) << 30, "ms": 10.4 + place}
         for place, way in enumerate(ways)
     ]
-    rows[3]["before"] = True
-    said = " ".join(script("stands").sentence({"rows": rows, "machine": {"device": "A GPU"}}).split())
+    measured = [{**row, "first_seconds": 1.0} for row in rows[:3]]
+    again = {**measured[1], "ms": 15.4}
+    document = {"rows": [*measured, again], "earlier": rows[3:], "machine": {"device": "A GPU"}}
+    said = " ".join(script("stands").sentence(document).split())
     assert "measured on an A GPU: 4,096 MiB in 10 ms as it is written; 2,048 MiB in 12 ms within" in said
-    assert "which takes 3,072 MiB in 11 ms; 1,024 MiB in 13 ms † at the lowest." in said
+    assert "which takes 3,072 MiB in 11 to 15 ms; 1,024 MiB in 13 ms † at the lowest." in said
 
 
 @pytest.mark.usefixtures("scripts")

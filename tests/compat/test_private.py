@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ EXAMPLES: dict[str, Callable[[], object]] = {
 def resolved(private: Private) -> Any:
     """What goes by the name. What only CUDA has is looked for in the stub that every build comes with."""
     name = private.name
+    if private.pythons is not None and not private.pythons[0] <= sys.version_info[:3] <= private.pythons[1]:
+        return None
     if private.needs_cuda and not torch.backends.cuda.is_built():
         stub = (Path(torch.__file__).parent / "_C" / "__init__.pyi").read_text(encoding="utf-8")
         if f"def {name.removeprefix('torch._C.')}(" not in stub:

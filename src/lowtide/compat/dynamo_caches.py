@@ -27,6 +27,11 @@ PRIVATE = (
     Private("torch._dynamo.utils.get_metrics_context", "notes the stack of every compilation, for ever"),
     Private("torch._dynamo.metrics_context.MetricsContext._edits", "those stacks"),
     Private("torch._guards.TracingContext.get_traced_code", "the code that is being compiled"),
+    Private(
+        "inspect._shadowed_dict_from_mro_tuple",
+        "holds classes that Dynamo has looked at",
+        pythons=((3, 12, 0), (3, 12, 3)),
+    ),
 )
 
 

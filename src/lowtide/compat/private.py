@@ -12,7 +12,8 @@ class Private:
     """One private name: what it is for, and the releases of its library in which it was seen.
 
     `name` is the full name: 'torch._C._current_graph_task_id', or 'torch.Tensor._version' for an attribute.
-    `parameters` are those that lowtide passes by name. What `needs_cuda` is missing in builds for the CPU.
+    `parameters` are those that lowtide passes by name. What `needs_cuda` is missing in builds for the CPU; what
+    is in some Pythons alone is asked for before it is used, and `pythons` are the first and the last of these.
     `tests/compat` fails, and says what to look at, where the name or one of the parameters is gone.
     """
 
@@ -21,3 +22,4 @@ class Private:
     parameters: tuple[str, ...] = ()
     seen: tuple[str, ...] = TORCHES
     needs_cuda: bool = False
+    pythons: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None

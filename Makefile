@@ -28,8 +28,9 @@ test-torch:
 	$(OTHER)/bin/python -m pip install --quiet "torch==$(TORCH)"
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n 2 --dist worksteal
 
-# mypy runs beside the tests, and what it finds is printed after them. Two processes of one thread each: on two cores that takes half the time of one process of two. The one that has
-# nothing left takes over from the other, and takes neighbours: fixtures are made once or twice, no file is waited for.
+# mypy runs beside the tests, and what it finds is printed after them. Two processes of one thread each: on two cores
+# that takes half the time of one process of two. The one that has nothing left takes over from the other, and takes
+# neighbours: fixtures are made once or twice, no file is waited for.
 define checked
 @mkdir -p out; $(BIN)/mypy > out/mypy.txt 2>&1 & types=$$!; \
 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(1); tests=$$?; \

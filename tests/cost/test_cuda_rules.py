@@ -652,3 +652,19 @@ def test_a_process_whose_first_capture_is_for_cuda_learns_what_pytorch_can_overr
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == "True\n"
+
+
+def test_a_model_that_enters_autocast_for_cuda_itself_is_captured_without_a_gpu() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                hidden: torch.Tensor = self.layer(x)
+            return hidden.float().sum()
+
+    graph = lowtide.capture(Half(), (torch.ones(2, 4),), device="cuda")
+    (product,) = (op for op in graph.ops if op.target == "aten.addmm.default")
+    assert {graph.tensors[tensor].dtype for tensor in product.outputs if tensor is not None} == {"bfloat16"}

@@ -12,8 +12,9 @@ class Private:
     """One private name: what it is for, and the releases of its library in which it was seen.
 
     `name` is the full name: 'torch._C._current_graph_task_id', or 'torch.Tensor._version' for an attribute.
-    `parameters` are those that lowtide passes by name. What `needs_cuda` is missing in builds for the CPU; what
-    is in some Pythons alone is asked for before it is used, and `pythons` are the first and the last of these.
+    `parameters` are those that lowtide passes by name. What `needs_cuda` is missing in builds for the CPU.
+    What is not in every Python is asked for before it is used: `pythons` are the first and the last that have
+    it.
     `tests/compat` fails, and says what to look at, where the name or one of the parameters is gone.
     """
 

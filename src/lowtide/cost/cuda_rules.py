@@ -50,12 +50,16 @@ def cuda_rules() -> Iterator[None]:
     cross_entropy = partial(_cross_entropy, F.cross_entropy)
     enter = torch.autocast.__init__
 
-    def autocast(
-        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **more: Any
+    def autocast(  # with the parameters of PyTorch's own, by whose names Dynamo reads a call
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
     ) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.float16
-        enter(self, device_type, dtype, *rest, **more)
+        enter(self, device_type, dtype, enabled, cache_enabled)
 
     as_on_cuda = partial(patched, why="CUDA's choice of kernels, on fake CPU tensors", since="torch 2.11")
     with (

@@ -3,7 +3,7 @@
     python -m benchmarks.planner.speed [--most-ops 20000] [-o planner_speed.json]
 
 The graphs are unrolled LSTMs and GPT-like stacks with made-up but plausible sizes and times. Planning is done
-once before anything is timed, so that compiled loops are on disk.
+once before anything is timed, so that loops are compiled; first_plan.py tells how long that takes.
 """
 
 from __future__ import annotations

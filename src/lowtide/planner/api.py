@@ -54,7 +54,7 @@ def plan(
     reached) the step is planned op by op unless `method` says otherwise: the peak of the whole step is
     within the budget, and the plan adds as little time as it can. `accumulate` counts the backward
     calls between two updates; with more than one, gradients are there when a forward begins. With `effort`
-    "quick" the search is five times as fast, and the plan adds a little more time.
+    "quick" the search is four times as fast, and the plan adds a little more time.
 
     A method for chains ("rotor", "hong-linear", …) plans layers instead: the model is cut into a chain
     (`granularity` "fine", "layer" or "block", or around the `modules` named), and the plan is tried out:

@@ -15,7 +15,7 @@ from lowtide.solvers.solution import Answer, GraphAnswer, ScheduleAnswer
 class Effort(StrEnum):
     """How long `auto` and `evict` search.
 
-    A quick search does a sixteenth of the work, aims for a quarter of the peaks, and for each only once. Its
+    A quick search does an eighth of the work, aims for a quarter of the peaks, and for each only once. Its
     plans keep every promise of a full one's, and add a little more time.
     """
 

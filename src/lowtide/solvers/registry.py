@@ -158,7 +158,7 @@ def solve(
 
     On a graph, schedulers ("auto" unless told) decide op by op. Without a budget, or with "min", they find
     the lowest peak that they can, and then the least time at that peak. Some of the methods for chains take
-    a graph as well, and no budget. With `effort` "quick" auto and evict search five times as fast; their
+    a graph as well, and no budget. With `effort` "quick" auto and evict search four times as fast; their
     plans are within the budget all the same and add a little more time.
 
     Raises:

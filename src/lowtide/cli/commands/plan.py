@@ -42,7 +42,7 @@ _FEWEST_POINTS = 2
     type=click.Choice(EFFORTS),
     default="full",
     show_default=True,
-    help="How long auto and evict search: quick is five times as fast and adds a little more time.",
+    help="How long auto and evict search: quick is four times as fast and adds a little more time.",
 )
 @click.option(
     "--accumulate",

@@ -47,7 +47,7 @@ SLOW = (
     "llvmlite is not installed, or older than 0.44: the search runs as Python and takes about a hundred "
     "times as long. Install it (pip install llvmlite), or plan with effort='quick'."
 )
-LENGTHS = {Effort.FULL: Length(64, 2, 1), Effort.QUICK: Length(16, 1, 16)}
+LENGTHS = {Effort.FULL: Length(64, 2, 1), Effort.QUICK: Length(16, 1, 8)}
 
 
 class Explorer:

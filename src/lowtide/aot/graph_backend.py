@@ -18,8 +18,9 @@ from torch import fx
 from lowtide.aot.eager_kernels import use_eager_kernels
 from lowtide.aot.halves import Halves, results_of
 from lowtide.aot.mark import Mark
+from lowtide.aot.unused_draws import draw_once, name_results_of_unused_draws
 from lowtide.aot.unused_outputs import cut_off
-from lowtide.compat.dynamo import Run, aot_autograd, boxed, default_partition
+from lowtide.compat.dynamo import Run, aot_autograd, boxed, default_partition, drawing_as_eager
 
 
 class CapturedGraph(ABC):
@@ -70,7 +71,8 @@ class CapturedGraph(ABC):
             partition_fn=self.partition,
             keep_inference_input_mutations=True,  # updates of buffers become ops of the forward
         )
-        return cut_off(module, gradientless, lambda: compile_(module, inputs))
+        with drawing_as_eager():
+            return cut_off(module, gradientless, lambda: compile_(module, inputs))
 
     def _compile_forward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Run:
         if self._halves is not None:
@@ -100,4 +102,7 @@ def _cut_in_two(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any
         node.meta.pop("recompute", None)
         node.meta.pop("saved_tensor_with_no_vc_check", None)
     use_eager_kernels(joint)
-    return default_partition(joint, inputs, **options)
+    name_results_of_unused_draws(joint)
+    forward, backward = default_partition(joint, inputs, **options)
+    draw_once(forward, backward)
+    return forward, backward

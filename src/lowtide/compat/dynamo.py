@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._inductor.config
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.utils import graph_break_reasons as _graph_break_reasons
@@ -31,6 +32,11 @@ PRIVATE = (
     ),
     Private("torch._dynamo.utils.graph_break_reasons", "tells where and why graphs ended before their time"),
     Private("torch._dynamo.config.patch", "sets Dynamo up for a capture, and puts it back"),
+    Private(
+        "torch._inductor.config.fallback_random",
+        "random ops whose results nobody uses stay in captured graphs where it is on",
+    ),
+    Private("torch._inductor.config.patch", "switches that on, and off again"),
     Private("torch._dynamo.reset", "makes Dynamo forget what it compiled for a capture"),
     Private("torch._dynamo.exc", "a logger goes by this name that repeats what errors say"),
     Private("torch._dynamo.metrics_context", "a logger goes by this name that fails before torch 2.12"),
@@ -84,6 +90,12 @@ def graph_breaks() -> Sequence[Any]:
 def configured(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Dynamo with these settings for as long as the block lasts."""
     change: AbstractContextManager[None] = torch._dynamo.config.patch(dict(settings))
+    return change
+
+
+def drawing_as_eager() -> AbstractContextManager[None]:
+    """While the block runs, graphs are captured with every draw in them, also those that nobody looks at."""
+    change: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)
     return change
 
 

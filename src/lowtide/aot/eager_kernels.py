@@ -25,9 +25,12 @@ _TRAINING = 5  # position of the flag among the arguments
 def use_eager_kernels(joint: fx.GraphModule) -> None:
     """Rewrite the BatchNorms of a joint graph that train, in place."""
     graph = joint.graph
-    for node in graph.find_nodes(op="call_function", target=functional_batch_norm.default):
-        if node.args[_TRAINING] is True and _updates_are_written_back(node):
-            _rewrite(graph, node)
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        _take_statistics_away(node)
+    norms = graph.find_nodes(op="call_function", target=functional_batch_norm.default)
+    for runs in [_runs_that_write_back(node) for node in norms]:
+        for run in reversed(runs):
+            _rewrite(graph, run, runs[0].args[3:5])
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         _count_in_place(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
@@ -93,30 +96,57 @@ def without_updates(node: fx.Node) -> tuple[Any, ...]:
     return tuple(None if position in _STATISTICS else arg for position, arg in enumerate(node.args))
 
 
-def _updates_are_written_back(node: fx.Node) -> bool:
-    """Whether the new statistics go nowhere but into the buffers, and to the backward, which ignores them."""
-    results = _results(node)
-    for position in _STATISTICS:
-        buffer = node.args[position]
-        if not isinstance(buffer, fx.Node) or buffer.op != "placeholder":
-            return False
-        users = [user for result in results.get(position, ()) for user in result.users]
-        writes = [user for user in users if user.target is aten.copy_.default]
-        if [write.args[0] for write in writes] != [buffer]:
-            return False
-        if any(user not in writes and not _is_backward(user) for user in users):
-            return False
-        if any(user is not node and user not in writes for user in buffer.users):
-            return False
-    return True
+def _take_statistics_away(backward: fx.Node) -> None:
+    """Running statistics, which a BatchNorm's backward ignores in training, need not wait for it."""
+    if backward.args[7] is True:
+        backward.args = without_updates(backward)
 
 
-def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
+def _runs_that_write_back(first: fx.Node) -> list[fx.Node]:
+    """The runs of one BatchNorm from its `first` on.
+
+    A BatchNorm that is called several times hands its new statistics from run to run, and they go nowhere
+    else but, after the last, into the buffers. Where that is not so, there are none.
+    """
+    buffers = [first.args[position] for position in _STATISTICS]
+    if not all(isinstance(buffer, fx.Node) and buffer.op == "placeholder" for buffer in buffers):
+        return []
+    runs = [first]
+    while (following := _run_after(runs[-1])) is not None:
+        runs.append(following)
+    for buffer, position in zip(buffers, _STATISTICS, strict=True):
+        users = _users_of_result(runs[-1], position)
+        written = [user.target is aten.copy_.default and user.args[0] is buffer for user in users]
+        if written != [True] or set(buffer.users) != {first, *users}:
+            return []
+    return runs if all(run.args[_TRAINING] is True for run in runs) else []
+
+
+def _run_after(run: fx.Node) -> fx.Node | None:
+    """The one BatchNorm that goes on with the new statistics of `run`."""
+    found = [_users_of_result(run, position) for position in _STATISTICS]
+    if any(len(users) != 1 for users in found) or found[0] != found[1]:
+        return None
+    following = found[0][0]
+    if following.target is not functional_batch_norm.default:
+        return None
+    handed_on = [following.args[position] for position in _STATISTICS]
+    results = _results(run)
+    expected = [results[position] for position in _STATISTICS]
+    return following if [[node] for node in handed_on] == expected else None
+
+
+def _users_of_result(node: fx.Node, position: int) -> list[fx.Node]:
+    return [user for result in _results(node).get(position, ()) for user in result.users]
+
+
+def _rewrite(graph: fx.Graph, node: fx.Node, statistics: tuple[Any, ...]) -> None:
+    """Normalise as eager does, and update `statistics` in place. Later runs have been rewritten before."""
     results = _results(node)
     backwards = {user for found in results.values() for result in found for user in result.users}
     backwards = {user for user in backwards if _is_backward(user)}
-    x, weight, bias, mean, variance, _, momentum, epsilon = node.args
-    arguments = (x, weight, bias, mean, variance, True, momentum, epsilon)
+    x, weight, bias, _, _, _, momentum, epsilon = node.args
+    arguments = (x, weight, bias, *statistics, True, momentum, epsilon)
     cudnn = _is_cudnns(node)
     target = aten.cudnn_batch_norm.default if cudnn else aten.native_batch_norm.default
     with graph.inserting_before(node):
@@ -127,10 +157,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     for position in _STATISTICS:
         for result in results.get(position, ()):
             for user in list(result.users):
-                if user in backwards:
-                    user.args = tuple(None if arg is result else arg for arg in user.args)
-                else:
-                    graph.erase_node(user)  # the copy into the buffer
+                graph.erase_node(user)  # the copy into the buffer
             graph.erase_node(result)
     if cudnn:
         with graph.inserting_after(new):

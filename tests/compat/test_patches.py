@@ -22,6 +22,7 @@ from torch.optim import optimizer as optimizers
 import lowtide
 from lowtide.aot import capture
 from lowtide.cli.quiet import undisturbed
+from lowtide.compat.composites import _taken_apart, as_they_run
 from lowtide.compat.loggers import FAKE_KERNELS
 from lowtide.compat.patches import Patch, active, patched
 from lowtide.cost.cuda_rules import cuda_rules
@@ -134,6 +135,10 @@ ON_CUDA = (
 )
 # By module: what it enters, and what is replaced then.
 REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[object, str], ...]]] = {
+    "compat/composites": (
+        as_they_run,
+        tuple((op, name) for op in _taken_apart() for name in ("py_kernels", "_dispatch_cache")),
+    ),
     "cli/quiet": (undisturbed, ((KERNELS, "disabled"),)),
     "cost/cuda_rules": (cuda_rules, ON_CUDA),
     "distributed/fsdp": (

@@ -22,6 +22,7 @@ from torch import fx
 from lowtide.aot.eager_kernels import is_drawn_with, without_updates
 from lowtide.aot.halves import Halves
 from lowtide.compat.dynamo import take_a_list
+from lowtide.compat.kernels import rnn_layer_for_training
 from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.errors import CannotApply
 from lowtide.ir.graph import Graph, Op, Phase
@@ -52,6 +53,7 @@ _QUICKER: Mapping[Any, Callable[..., Any]] = {
     aten.tanh.default: torch.tanh,
     aten.transpose.int: torch.transpose,
 }
+_IN_GRAD_MODE: Mapping[Any, Callable[..., Any]] = {aten.mkldnn_rnn_layer.default: rnn_layer_for_training}
 _SAME = (aten.detach.default, aten.alias.default)  # where there is no autograd, these change nothing
 
 
@@ -246,6 +248,7 @@ class _Half:
     def _call(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
         tensors = all(isinstance(arg, fx.Node) for arg in args[:2])  # numbers take another door
         target = _QUICKER.get(node.target, node.target) if tensors or len(args) == 1 else node.target
+        target = _IN_GRAD_MODE.get(target, target)
         return self.graph.create_node(
             "call_function", target, self._map(args), self._map(node.kwargs), name=node.name
         )

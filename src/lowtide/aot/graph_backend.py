@@ -20,6 +20,7 @@ from lowtide.aot.halves import Halves, results_of
 from lowtide.aot.mark import Mark
 from lowtide.aot.unused_draws import draw_once, name_results_of_unused_draws
 from lowtide.aot.unused_outputs import cut_off
+from lowtide.compat.composites import as_they_run
 from lowtide.compat.dynamo import Run, aot_autograd, boxed, default_partition, drawing_as_eager
 
 
@@ -71,7 +72,7 @@ class CapturedGraph(ABC):
             partition_fn=self.partition,
             keep_inference_input_mutations=True,  # updates of buffers become ops of the forward
         )
-        with drawing_as_eager():
+        with drawing_as_eager(), as_they_run():
             return cut_off(module, gradientless, lambda: compile_(module, inputs))
 
     def _compile_forward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Run:

@@ -16,6 +16,7 @@ PRIVATE = (
     Private("torch.ops.aten._scaled_dot_product_cudnn_attention", "CUDA's attention in half precision"),
     Private("torch.ops.aten._scaled_dot_product_efficient_attention", "CUDA's attention in single precision"),
     Private("torch.ops.aten._native_batch_norm_legit_functional", "the BatchNorm that AOTAutograd captures"),
+    Private("torch._C._AutoDispatchBelowAutograd", "calls a kernel in grad mode without recording it"),
 )
 
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -39,3 +40,12 @@ def is_cudnn_batch_norm(
 def cudnn_allows_tf32() -> bool:
     """Whether cuDNN may round what it multiplies to 19 bits."""
     return bool(torch._C._get_cudnn_allow_tf32())
+
+
+def rnn_layer_for_training(*args: Any) -> Any:
+    """oneDNN's recurrent layer, as autograd would call it.
+
+    It leaves what its backward needs in grad mode alone, which is off where captured graphs run.
+    """
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)

@@ -55,7 +55,8 @@ class Recurrent(nn.Module):
         self.layer = layer
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.layer(words)[0]
+        outputs: torch.Tensor = self.layer(words)[0]
+        return outputs
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")

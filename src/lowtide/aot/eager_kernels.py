@@ -108,8 +108,9 @@ def _runs_that_write_back(first: fx.Node) -> list[fx.Node]:
     A BatchNorm that is called several times hands its new statistics from run to run, and they go nowhere
     else but, after the last, into the buffers. Where that is not so, there are none.
     """
-    buffers = [first.args[position] for position in _STATISTICS]
-    if not all(isinstance(buffer, fx.Node) and buffer.op == "placeholder" for buffer in buffers):
+    given = [first.args[position] for position in _STATISTICS]
+    buffers = [node for node in given if isinstance(node, fx.Node) and node.op == "placeholder"]
+    if len(buffers) != len(given):
         return []
     runs = [first]
     while (following := _run_after(runs[-1])) is not None:

@@ -65,6 +65,7 @@ EXAMPLES: dict[str, Callable[[], object]] = {
     "torch._ops.OpOverload": lambda: torch.ops.aten.relu.default,
     "torch.autograd.graph.Node": lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
     "torch.nn.Module": torch.nn.Module,
+    "torch.nn.Module._replicate_for_data_parallel": torch.nn.ReLU()._replicate_for_data_parallel,
     "torch.nn.parallel.DistributedDataParallel": replicated,
     "torch.distributed.tensor.DTensor": lambda: DTensor,
     "lightning.pytorch.LightningModule": lightning_module,

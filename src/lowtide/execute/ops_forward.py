@@ -8,14 +8,14 @@ gradients are off, or the model is in another mode than when it was planned, not
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +24,10 @@ from torch import nn
 from lowtide.aot.sections import compiling
 from lowtide.compat.ddp import let_go_of_old_buckets
 from lowtide.compat.dynamo_caches import forget_compiled
+from lowtide.compat.modules import is_replica, module_being_called
 from lowtide.errors import BadRequest, CannotApply
-from lowtide.execute.identity import described_inputs, fingerprint
+from lowtide.execute.circumstances import circumstances
+from lowtide.execute.identity import fingerprint
 from lowtide.execute.ops_graphs import Execution
 from lowtide.solvers.solution import GraphSolution
 
@@ -55,7 +57,7 @@ def reroute(
     restore(model)
     solutions = {} if solution is None else {solution.inputs: solution}
     route = _Route(model, solutions, on_new_inputs, accumulate, replan)
-    if isinstance(before, _Route):
+    if isinstance(before, _Route) and before.model is model:
         route.take_over(before)
     model.__dict__[_FORWARD] = route
     return model
@@ -127,7 +129,9 @@ class _OpsCourse:
 class _Route:
     """Stands in for the forward of one model.
 
-    It refers to the model weakly: the model refers to it, and a circle would keep both alive.
+    It refers to the model weakly: the model refers to it, and a circle would keep both alive. Copies of the
+    model that were made by copying its attributes have the very same object: the first call of such a
+    copy gives it one of its own.
     """
 
     def __init__(
@@ -141,7 +145,6 @@ class _Route:
         self.own: Callable[..., Any] | None = model.__dict__.get(_FORWARD)
         self.__signature__ = inspect.signature(model.forward)  # trainers look at it
         self._model = weakref.ref(model)
-        self._parameters = list(model.named_parameters())  # a walk over a large model takes milliseconds
         self._training = model.training if solutions else True  # what is not planned yet will train
         self.solutions = dict(solutions)
         self._on_new_inputs = on_new_inputs
@@ -151,12 +154,14 @@ class _Route:
         self._told: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._model()
+        model, called = self.model, module_being_called()
+        if called is not None and called is not model and self._is_copy(called):
+            return self._for_copy(called)(*args, **kwargs)
         assert model is not None, "a model's forward is called by the model"
         if not torch.is_grad_enabled() or model.training != self._training:
             return self._plain(model)(*args, **kwargs)
         let_go_of_old_buckets()
-        self._tell_of_gradients()
+        self._tell_of_gradients(model)
         course = self._course(model, args, kwargs)
         if course is None:
             return self._plain(model)(*args, **kwargs)
@@ -165,6 +170,11 @@ class _Route:
             if self.own is not None:
                 return course.compiled(*args, **kwargs)
             return course.compiled(model, *args, **kwargs)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that this is for, as long as there is one."""
+        return self._model()
 
     def take_over(self, before: _Route) -> None:
         """Go on with what was compiled for an earlier plan of the same graphs: only the schedule is new."""
@@ -175,11 +185,11 @@ class _Route:
                 self._courses[inputs] = course
 
     def _plain(self, model: nn.Module) -> Callable[..., Any]:
-        return self.own or type(model).forward.__get__(model)
+        return self.own or MethodType(type(model).forward, model)
 
     def _course(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OpsCourse | None:
         """How to run the model on these arguments; None: as if there was no plan."""
-        inputs = circumstances(self._parameters, args, kwargs)
+        inputs = circumstances(model, args, kwargs)
         if inputs in self._courses:
             return self._courses[inputs]
         if inputs not in self.solutions:
@@ -219,19 +229,23 @@ class _Route:
         return replan(model, args, kwargs)
 
     def _refuse_or_warn(self, inputs: tuple[str, ...]) -> None:
-        problem = f"the plan is not for these inputs: {_difference(inputs, self.solutions)}."
-        if self._on_new_inputs == "error":
-            raise CannotApply(
-                f"{problem} Plan for them, or use lowtide.optimize, which plans for new inputs when it meets "
-                "them."
-            )
-        if self._on_new_inputs == "warn":
-            self._tell("unplanned", f"{problem} The model runs without a plan, and may exceed the budget.")
+        self._unplanned(
+            f"the plan is not for these inputs: {_difference(inputs, self.solutions)}.",
+            "Plan for them, or use lowtide.optimize, which plans for new inputs when it meets them.",
+        )
 
-    def _tell_of_gradients(self) -> None:
+    def _unplanned(self, problem: str, what_to_do: str) -> None:
+        if self._on_new_inputs == "error":
+            raise CannotApply(f"{problem} {what_to_do}")
+        if self._on_new_inputs == "warn":
+            self._tell(
+                problem, f"{problem} The model runs without a plan, and may exceed the budget. {what_to_do}"
+            )
+
+    def _tell_of_gradients(self, model: nn.Module) -> None:
         if self._accumulate > 1 or "gradients" in self._told:
             return
-        if any(parameter.grad is not None for _, parameter in self._parameters):
+        if any(parameter.grad is not None for parameter in model.parameters()):
             self._tell(
                 "gradients",
                 "gradients of an earlier backward are still there when a forward begins, and the plan does "
@@ -244,45 +258,50 @@ class _Route:
             self._told.add(subject)
             warnings.warn(f"lowtide: {text}", stacklevel=4)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Route:
-        """For the copy of the model, which is being made."""
-        model = self._model()
-        copied = memo.get(id(model))
-        if copied is None:
-            raise CannotApply("the forward of a planned model cannot be copied by itself. Copy the model.")
-        own = copy.deepcopy(self.own, memo)
+    def _is_copy(self, called: nn.Module) -> bool:
+        """Whether `called` is no module that calls the model's forward by itself, but has taken it over."""
+        return _FORWARD in vars(called) and (self.model is None or type(called) is type(self.model))
+
+    def _for_copy(self, copied: nn.Module) -> Callable[..., Any]:
+        """The forward of a module that was given the attributes of the model, this object among them."""
+        taken_over: object = copied.__dict__[_FORWARD]
+        if taken_over is not self:
+            raise CannotApply(
+                f"this {type(copied).__name__} is a copy of one whose forward was wrapped by another library "
+                "after lowtide.optimize. Copy the model first, or use copy.deepcopy."
+            )
+        own = self.own
+        if isinstance(own, MethodType) and own.__self__ is self.model:
+            own = MethodType(own.__func__, copied)
+        made = self._again_for(copied, own)
+        if is_replica(copied):
+            self._unplanned(
+                "the model is a replica that torch.nn.DataParallel has made.",
+                "Use DistributedDataParallel, or take the plan off: lowtide.remove(model).",
+            )
+            return made._plain(copied)
+        copied.__dict__[_FORWARD] = made
+        return made
+
+    def _again_for(self, copied: nn.Module, own: Callable[..., Any] | None) -> _Route:
         made = _Route.__new__(_Route)
         made.__dict__.update(self.__dict__)
         made.__dict__.update(own=own, _model=weakref.ref(copied), _courses={}, _told=set())
-        made._parameters = copy.deepcopy(self._parameters, memo)
         made.solutions = dict(self.solutions)
         return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Route:
+        """For the copy of the model, which is being made."""
+        copied = memo.get(id(self.model))
+        if copied is None:
+            raise CannotApply("the forward of a planned model cannot be copied by itself. Copy the model.")
+        return self._again_for(copied, copy.deepcopy(self.own, memo))
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
             "a model with a plan cannot be pickled whole. Save its state_dict, or take the plan off first: "
             "lowtide.remove(model)."
         )
-
-
-def circumstances(
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    device: str | None = None,
-) -> tuple[str, ...]:
-    """Everything that decides which ops a model runs: its inputs, autocast, and what is frozen.
-
-    `device` is where it will run, if it is not there yet: a model on meta knows of no autocast.
-    """
-    found = [*described_inputs(args, kwargs)]
-    device = device or (parameters[0][1].device.type if parameters else "cpu")
-    if torch.is_autocast_enabled(device):
-        found.append(f"autocast {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}")
-    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
-    if frozen:
-        found.append(f"frozen {hashlib.sha256(' '.join(frozen).encode()).hexdigest()[:16]}")
-    return tuple(found)
 
 
 def _difference(inputs: tuple[str, ...], known: Mapping[tuple[str, ...], Any]) -> str:

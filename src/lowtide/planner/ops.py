@@ -14,8 +14,8 @@ import torch
 from lowtide.aot.step_graph import step_graph
 from lowtide.errors import InfeasibleBudget
 from lowtide.execute.apply import set_aside
+from lowtide.execute.circumstances import circumstances
 from lowtide.execute.identity import fingerprint
-from lowtide.execute.ops_forward import circumstances
 from lowtide.ir.graph import Graph
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
 from lowtide.solvers import solve
@@ -106,11 +106,13 @@ class StepBudget:
         """`solution`, with what is needed to apply it to the model."""
         args, kwargs = arguments(self.spec.example)
         device = self.graph.device.partition(":")[0]
+        with self.set_aside():  # a plan that the model has is no circumstance of another
+            inputs = circumstances(self.spec.model, args, kwargs, device)
         return replace(
             solution,
             budget_bytes=budget_bytes,
             plain_peak_bytes=self.plain_peak_bytes,
             fingerprint=fingerprint(self.spec.model),
-            inputs=circumstances(list(self.spec.model.named_parameters()), args, kwargs, device),
+            inputs=inputs,
             torch_version=torch.__version__.partition("+")[0],
         )

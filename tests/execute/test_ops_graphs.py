@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers.eager import assert_trains_like_plain
+import lowtide
+from tests.helpers.eager import assert_trains_like_plain, mean_square
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,50 @@ def test_a_batch_norm_that_runs_several_times_counts_each(times: int, budget: st
 def test_an_instance_norm_with_running_statistics(affine: bool) -> None:
     norm = nn.InstanceNorm2d(4, affine=affine, track_running_stats=True)
     assert_trains_like_plain(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Conv2d(4, 4, 3)), IMAGES)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = (self.query(words) @ self.key(words).mT).softmax(-1)
+        return F.gelu(scores @ words), scores
+
+
+class Blocks(nn.Module):
+    """Blocks that are graphs of their own. The scores that they return are dropped, at once or later."""
+
+    def __init__(self, at_once: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(3))
+        self.at_once = at_once
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            if self.at_once:
+                words = block(words)[0]
+            else:
+                results = block(words)
+                words = results[0]
+        return words
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_graphs_results_are_there_when_its_forward_ends_though_its_caller_drops_them(at_once: bool) -> None:
+    assert_trains_like_plain(Blocks(at_once), torch.randn(2, 20, 16))
+
+
+def test_a_graphs_results_are_counted_for_as_long_as_its_caller_holds_them() -> None:
+    """While a block runs, the scores of the one before are held in a variable."""
+    peaks = [
+        lowtide.plan(Blocks(at_once), torch.randn(2, 20, 16), budget="min", loss=mean_square, profile=False)
+        for at_once in (True, False)
+    ]
+    scores_bytes = 2 * 20 * 20 * 4
+    assert peaks[1].peak_bytes - peaks[0].peak_bytes == 2 * scores_bytes
 
 
 class Recurrent(nn.Module):

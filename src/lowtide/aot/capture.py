@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.aot.returned import Returned
 from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections, dynamo
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import uncompiled
@@ -181,7 +182,8 @@ class _GraphRecorder(Recorder):
     ) -> None:
         super().__init__(builder, twins)
         modules = Modules(model)
-        self.sections = Sections(modules, assumptions, self._is_zero)
+        self._returned = Returned(builder)
+        self.sections = Sections(modules, assumptions, self._is_zero, self._returned.note)
         self._eagerly = Eagerly(model, modules)
         self._leaves: list[Resident] = []  # what may get a gradient
 
@@ -281,7 +283,7 @@ class _GraphRecorder(Recorder):
             if gradient is not None and self.builder.values[gradient].role is Role.INTERMEDIATE:
                 self.builder.set_role(gradient, Role.GRADIENT, gradient_name(leaf.name), leaf.module)
         self.builder.notes.update(self.sections.notes)
-        graph = self.builder.finish(value for _, value in self.alive())
+        graph = self._returned.held_in(self.builder.finish(value for _, value in self.alive()))
         return replace(graph, assumptions=tuple(self.sections.found_gradientless()))
 
 

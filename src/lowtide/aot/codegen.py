@@ -26,6 +26,7 @@ from lowtide.compat.kernels import rnn_layer_for_training
 from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.errors import CannotApply
 from lowtide.ir.graph import Graph, Op, Phase
+from lowtide.ir.recomputable import does_nothing
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
 from lowtide.ir.walk import walk
 from lowtide.trace.graph_builder import target_name
@@ -117,7 +118,11 @@ class _SectionOps:
         return self._nodes.get(node.name, node) if node.op == "placeholder" else node
 
     def _match(self, nodes: Sequence[fx.Node], section: int, phase: Phase) -> None:
-        ops = [op for op in self.graph.ops if op.section == section and op.phase is phase]
+        ops = [
+            op
+            for op in self.graph.ops
+            if op.section == section and op.phase is phase and not does_nothing(op)
+        ]
         for node, op in zip(nodes, ops, strict=False):
             if target_name(node.target) != op.target or _shapes(node) != _shapes_of(op, self.graph):
                 raise CannotApply(
@@ -280,7 +285,8 @@ def _steps_of(graph: Graph, schedule: Schedule, section: int) -> tuple[list[Step
             if any(maker.section == section for maker in makers):
                 (waiting or current).append(step)
         elif op.section == section:
-            waiting.append(step)
+            if not does_nothing(op):
+                waiting.append(step)
             if op.id not in done:
                 done.add(op.id)
                 current = halves[op.phase]

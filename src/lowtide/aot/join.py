@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lowtide.ir.graph import Arg, Graph, Op, Phase, Ref, Tensor, Value
-from lowtide.ir.recomputable import between_graphs
+from lowtide.ir.recomputable import HANDED_ON, between_graphs
 from lowtide.ir.validate import validate
 
 Place = tuple[int, int]  # part, value in it
-HANDED_ON = "lowtide.handed_on"
 
 
 def joined(

@@ -193,10 +193,12 @@ class Sections:
         modules: Modules,
         assumptions: Collection[Assumption] = (),
         is_zero: Callable[[torch.Tensor], bool] = lambda _: False,
+        returned: Callable[[int, Sequence[Any]], None] = lambda _, __: None,
     ) -> None:
         self.modules = modules
         self.assumptions = assumptions
         self.is_zero = is_zero
+        self.returned = returned
         self.here: Spot | None = None
         self.graphs: list[_WalkedGraph] = []
         self.notes: dict[str, None] = {}
@@ -259,6 +261,7 @@ class _WalkedGraph(CapturedGraph):
         section = self._sections.open(None if first is None else first.captured_in)
         self._runs[section.index] = section
         results = _Walk(self.halves.forward, self._sections, section, Phase.FORWARD).boxed_run(args)
+        self._sections.returned(section.index, results[: self.halves.user_results])
         with without_modes():  # the mark is no tensor of the step
             return results, Mark(None, section.index).write()
 

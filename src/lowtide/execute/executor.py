@@ -31,6 +31,7 @@ from lowtide.execute.out_variants import (
 )
 from lowtide.execute.residents import Residents
 from lowtide.ir.graph import Arg, Graph, Op, Ref, Symbol
+from lowtide.ir.recomputable import does_nothing
 from lowtide.ir.schedule import Compute, Free, Schedule, straight
 from lowtide.ir.simulate import simulate
 
@@ -154,7 +155,7 @@ class Executor:
         times: dict[int, int] = {}
         for step in self.schedule:
             match step:
-                case Compute(op):
+                case Compute(op) if not does_nothing(self.graph.ops[op]):
                     time = times[op] = times.get(op, -1) + 1
                     self._compute(self.graph.ops[op], time)
                 case Free(value):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from lowtide.ir.graph import Graph, Op, Phase, Ref
 
 BETWEEN_GRAPHS = -1  # the section of ops that run eagerly between captured graphs
+HANDED_ON = "lowtide.handed_on"  # an op that needs what others look at as well, and does nothing
 
 
 def between_graphs(
@@ -42,6 +43,11 @@ def between_graphs(
         workspace_bytes=workspace_bytes,
         seconds=seconds,
     )
+
+
+def does_nothing(op: Op) -> bool:
+    """Whether `op` only stands for something else that needs its values: there is no kernel to be called."""
+    return op.target.startswith("lowtide.")
 
 
 def repeatable(graph: Graph) -> frozenset[int]:

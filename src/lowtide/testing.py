@@ -16,7 +16,7 @@ from lowtide.planner.real_step import RealStep
 from lowtide.text.budget import parse_bytes
 from lowtide.text.units import format_bytes
 from lowtide.trace.spec import StepSpec
-from lowtide.trace.step import Example, Loss, arguments
+from lowtide.trace.step import Example, Loss, arguments, declared
 from lowtide.trace.training import empty_gradients
 
 _WRITE = "Write it once, with write_baseline=True, and put the file under version control."
@@ -57,6 +57,7 @@ def assert_peak(
     if write_baseline and baseline is None:
         raise BadRequest('write_baseline says to write a file; say which: baseline="peak.json".')
     __tracebackhide__ = True  # pytest shows the test, not this
+    example, loss = declared(example, loss)
     kept = None if baseline is None or write_baseline else load_baseline(baseline, _WRITE)
     if measured:
         found = _measured(model, example, loss, optimizer, device)

@@ -435,7 +435,7 @@ def test_what_the_model_raises_is_told_with_the_users_frames() -> None:
     with pytest.raises(BadRequest, match=r"(?s)the training step raised an error.*same reduction dim"):
         saved(two_layers(), (torch.ones(16, 5),), torch.sum)
     with pytest.raises(BadRequest, match="the training step raised an error"):
-        saved(two_layers(), (torch.ones(16, 4),), lambda: torch.ones(()))  # type: ignore[arg-type,misc]
+        saved(two_layers(), (torch.ones(16, 4),), lambda: torch.ones(()))
 
 
 def test_a_device_that_is_none_is_refused() -> None:

@@ -7,7 +7,6 @@ the next, in either direction, is known by its storage, and what runs between gr
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,6 @@ from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections, dynamo
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import uncompiled
 from lowtide.compat.patches import patched
-from lowtide.compat.trees import tree_leaves
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotCapture, LowtideError
 from lowtide.ir.assumptions import Assumption
@@ -31,13 +29,13 @@ from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, StepName, gradient_
 from lowtide.trace.fakes import Resident, Twins, faked, stage
 from lowtide.trace.graph_builder import GraphBuilder
 from lowtide.trace.inputs import criteria, over, replaced
+from lowtide.trace.losses import tensors_of
 from lowtide.trace.recorder import Recorder, Spot
-from lowtide.trace.step import NOTHING_TO_TRAIN, Example, carried_loss
+from lowtide.trace.step import NOTHING_TO_TRAIN, Example, Loss, carried_loss, declared
 from lowtide.trace.user_lines import current_line, described, is_users, line_of
 
 aten = torch.ops.aten
 _WRITES = (aten.copy_.default, aten.add_.Tensor)  # how captured graphs update buffers
-Loss = Callable[[Any], torch.Tensor]
 _Run = Callable[[Any, nn.Module, Loss | None, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
 
 
@@ -46,15 +44,17 @@ def capture(
     example: Example,
     loss: Loss | None = None,
     *,
+    target: Any = None,
     device: str | torch.device | None = None,
     name: str | None = None,
 ) -> Graph:
     """Capture the forward and backward of `model` as one graph, without computing anything.
 
     `example` is a tuple of arguments, a dict of keyword arguments or a single tensor. `loss` makes one
-    number of the model's output. Without it the output must be that number, or carry it as `.loss`,
-    as `["loss"]` or as its first element; failing that, the gradients of the outputs are taken to be
-    given, and are resident. Neither `.grad` nor the optimizer plays a part: the graph is of a first step.
+    number of the model's output, and of the `target` (see `lowtide.fit`). Without it the output must be that
+    number, or carry it as `.loss`, as `["loss"]` or as its first element; failing that, the gradients of the
+    outputs are taken to be given, and are resident. Neither `.grad` nor the optimizer plays a part: the graph
+    is of a first step.
 
     The straight schedule of the graph holds what running the captured graphs holds that keep everything,
     except for workspaces, which a profile adds. (Before torch 2.13 the engine also holds what enters the
@@ -75,6 +75,7 @@ def capture(
             AOTAutograd fails; the message names the user's line.
         BadRequest: nothing in the output depends on a parameter that requires gradients.
     """
+    example, loss = declared(example, loss, target)
     graph = _capture(model, example, loss, device, name, _step_in_one)
     return replace(graph, assumptions=())  # what was found is for another capture to assume
 
@@ -295,17 +296,11 @@ def _roots(output: Any, loss: Loss | None) -> list[torch.Tensor]:
     if loss is not None and not (isinstance(output, torch.Tensor) and output.numel() == 1):
         raise BadRequest(f"the loss must return a tensor of one number, not {_brief(output)}")
     number = carried_loss(output)
-    roots = _tensors_of(output) if number is None else [number]
+    roots = tensors_of(output) if number is None else [number]
     roots = [tensor for tensor in roots if tensor.requires_grad]
     if not roots:
         raise BadRequest(f"the {'output' if loss is None else 'loss'} {NOTHING_TO_TRAIN}")
     return roots
-
-
-def _tensors_of(output: Any) -> list[torch.Tensor]:
-    if dataclasses.is_dataclass(output):
-        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _brief(thing: Any) -> str:

@@ -28,7 +28,7 @@ from lowtide.ir.schedule import Schedule, straight
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.text.units import format_bytes
 from lowtide.trace.inputs import named_inputs
-from lowtide.trace.step import Example, Loss
+from lowtide.trace.step import Example, Loss, declared
 
 
 def in_arena(
@@ -55,6 +55,7 @@ def in_arena(
         CannotCapture: the model cannot be captured.
         CannotRun: the captured graph has an op that cannot be called on its own.
     """
+    example, loss = declared(example, loss)
     with set_aside(model):
         graph, schedule = _planned(model, example, loss, solution)
         if profile and graph.profiled_on is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +26,19 @@ from lowtide.solvers import at_effort, default_method, is_scheduler, refuse_lowe
 from lowtide.solvers.method import Effort, Method, Scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.text.budget import Budget
+from lowtide.trace.dry_run import Trace
+from lowtide.trace.losses import LossOfAnyBatch
 from lowtide.trace.spec import SpecOf, StepSpec
-from lowtide.trace.step import Arguments, Example, Loss, Updates, arguments, check_optimizer
+from lowtide.trace.step import (
+    Arguments,
+    Example,
+    Loss,
+    Updates,
+    arguments,
+    check_optimizer,
+    declared,
+    targets_wanted,
+)
 
 ON_NEW_SHAPE = ("plan", "error")
 
@@ -39,6 +51,7 @@ def plan(
     method: str | Method | Scheduler | None = None,
     effort: str = Effort.FULL,
     loss: Loss | None = None,
+    target: Any = None,
     optimizer: Updates | None = None,
     accumulate: int = 1,
     granularity: str | Granularity = Granularity.LAYER,
@@ -62,8 +75,8 @@ def plan(
     Without a budget such a method minimises what it minimises. Unless told, "auto" plans within a budget and
     hong-linear without one.
 
-    `example`, `loss`, `optimizer`, `device` and `profile` are as in `lowtide.fit`. The model is left as
-    it was, a plan that it has included; `lowtide.apply(model, solution)` puts the new one to work.
+    `example`, `loss`, `target`, `optimizer`, `device` and `profile` are as in `lowtide.fit`. The model is
+    left as it was, a plan that it has included; `lowtide.apply(model, solution)` puts the new one to work.
 
     Raises:
         InfeasibleBudget: no plan of this method fits.
@@ -74,6 +87,7 @@ def plan(
     """
     asked = Budget.parse(budget)
     chosen = at_effort(method or default_method(asked), effort)
+    example, loss = declared(example, loss, target)
     spec = StepSpec(model, example, loss, optimizer, accumulate, device, profile, name, progress)
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
@@ -92,6 +106,7 @@ def optimize(
     method: str | Method | Scheduler | None = None,
     effort: str = Effort.FULL,
     loss: Loss | None = None,
+    target: Any = None,
     optimizer: Updates | None = None,
     accumulate: int = 1,
     on_new_shape: str = "plan",
@@ -109,9 +124,9 @@ def optimize(
     Inputs of another shape than `example`, and other numbers or words among the model's arguments, are
     planned for when they are met first, under the same budget (a warning says so once), and remembered;
     with `on_new_shape="error"` they are refused. A budget given as a part of the plain peak stays the
-    number of bytes that it meant for the first inputs. `loss` has to work with any of these inputs, so
-    labels belong among the model's arguments, or into a loss that finds those of its batch. The other
-    arguments are as in `lowtide.plan`.
+    number of bytes that it meant for the first inputs. Where `loss` cannot be run for other inputs, because
+    it was given the labels of the example, it is counted as for the example, scaled by the size of the
+    output, and a warning says so. The other arguments are as in `lowtide.plan`.
 
     Raises:
         InfeasibleBudget: no plan of this method fits; for inputs that are met later, when they are met.
@@ -123,6 +138,15 @@ def optimize(
     asked = Budget.parse(budget)
     chosen = at_effort(method or default_method(asked), effort)
     on_new_inputs = "error" if on_new_shape == "error" else "warn"
+    if example is not None:
+        example, loss = declared(example, loss, target)
+    elif targets_wanted(loss):
+        raise BadRequest(
+            "the loss takes targets beside the model's output, and without an example nobody knows of which "
+            "kind. Give an example with them: (images, labels)."
+        )
+    if loss is not None:
+        loss = LossOfAnyBatch(loss)
     spec_of = partial(
         StepSpec,
         loss=loss,
@@ -175,7 +199,9 @@ class _OpsAnew:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSolution:
         step = StepBudget(self.spec_of(model, Arguments(args, kwargs)))
         self.budget = step.settled(self.budget)
-        return step.within(self.method, self.budget)
+        found = step.within(self.method, self.budget)
+        learn_of_loss(step.spec, step.plain)
+        return found
 
 
 @dataclass
@@ -191,4 +217,24 @@ class _Again:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Solution:
         rehearsal = Rehearsal.of(self.spec_of(model, Arguments(args, kwargs)))
         self.budget = Budget.parse(rehearsal.bytes_of(self.budget))
-        return rehearsal.within(rehearsal.chain(self.granularity, self.modules), self.method, self.budget)
+        found = rehearsal.within(rehearsal.chain(self.granularity, self.modules), self.method, self.budget)
+        learn_of_loss(rehearsal.spec, rehearsal.plain)
+        return found
+
+
+def learn_of_loss(spec: StepSpec, plain: Trace) -> None:
+    """Let the loss know what it needed in a step, or say that it could not be run for it."""
+    loss = spec.loss
+    if not isinstance(loss, LossOfAnyBatch):
+        return
+    if not loss.stood_in_for:
+        loss.learn(plain)
+        return
+    if loss.told:
+        return
+    loss.told = True
+    warnings.warn(
+        f"lowtide: the loss cannot be run for these inputs ({loss.stood_in_for}): it is counted as for the "
+        "first ones, scaled by the size of the output.",
+        stacklevel=6,
+    )

@@ -27,7 +27,7 @@ from lowtide.solvers import default_method, is_scheduler, schedulers, solve
 from lowtide.solvers.method import Scheduler
 from lowtide.text.budget import LOWEST, Budget, parse_bytes
 from lowtide.trace.spec import StepSpec
-from lowtide.trace.step import Loss, Updates
+from lowtide.trace.step import Loss, Updates, declared
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,8 @@ def largest_batch(
     def spec_of(batch: int) -> StepSpec:
         found = batch_of(batch)
         at = found if isinstance(found, Batch) else Batch(found)
-        return StepSpec(
-            model, at.example, at.loss or loss, optimizer, accumulate, device, profile, name, progress
-        )
+        example, whole = declared(at.example, at.loss or loss)
+        return StepSpec(model, example, whole, optimizer, accumulate, device, profile, name, progress)
 
     asked = AnyBatch(spec_of, multiple_of, device, profile, telling)
     steps = Steps(asked, memory_bytes)

@@ -19,7 +19,7 @@ from lowtide.text.budget import parse_bytes
 from lowtide.text.units import format_bytes
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.spec import StepSpec
-from lowtide.trace.step import Example, Loss
+from lowtide.trace.step import Example, Loss, declared
 from lowtide.trace.training import trace_training
 
 _NO_WORKSPACES = (
@@ -150,6 +150,7 @@ def fit(
     example: Example,
     loss: Loss | None = None,
     *,
+    target: Any = None,
     optimizer: str | None = None,
     device: str | torch.device | None = None,
     budget: str | int | None = None,
@@ -164,6 +165,8 @@ def fit(
     It runs on fake tensors: nothing is allocated and the model stays as it is. `example` is a tuple of
     arguments, a dict of keyword arguments or a single tensor; `loss` makes a number of the model's output
     and may be left out if the output is that number or carries it (`.loss`, `["loss"]`, first of a tuple).
+    A loss of output and target, such as `nn.CrossEntropyLoss()`, takes the `target`, or what comes last in
+    the example: `(images, labels)`.
 
     `device` is where the step will run, by default where the model is. With `profile`, each distinct op is
     run once for the workspace its kernel takes, and `progress(done, of)` is called meanwhile; if the device
@@ -176,6 +179,7 @@ def fit(
         CannotTrace: the dry run cannot follow the step.
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
+    example, loss = declared(example, loss, target)
     trace = trace_training(
         StepSpec(
             model,

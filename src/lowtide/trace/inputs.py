@@ -17,7 +17,8 @@ from torch import nn
 
 from lowtide.compat.patches import patched
 from lowtide.compat.trees import keystr, tree_leaves, tree_map_with_path
-from lowtide.trace.step import arguments
+from lowtide.trace.losses import LossOfAnyBatch
+from lowtide.trace.step import LossWithTargets, arguments
 
 Change = Callable[[torch.Tensor, str], torch.Tensor]  # what takes the place of a tensor, given its name
 
@@ -55,6 +56,17 @@ def over(change: Change, loss: Any) -> Iterator[Any]:
             keywords = {key: _changed(change, thing, key) for key, thing in loss.keywords.items()}
             yield partial(func, *args, **keywords)
         return
+    if isinstance(loss, LossOfAnyBatch):
+        with (
+            over(change, loss.loss) as inner,
+            patched(loss, "loss", inner, why="the loss closes over a part of the batch", since="python 3.11"),
+        ):
+            yield loss
+        return
+    if isinstance(loss, LossWithTargets):
+        with over(change, loss.loss) as inner:
+            yield LossWithTargets(inner, tuple(_changed(change, thing, "target") for thing in loss.targets))
+        return
     names = getattr(getattr(loss, "__code__", None), "co_freevars", ())
     cells = [
         (cell, cell.cell_contents, name)
@@ -83,6 +95,8 @@ def _changed(change: Change, tree: Any, name: str) -> Any:
 
 def _captives(loss: Any) -> list[Any]:
     """What a loss closes over."""
+    if isinstance(loss, LossOfAnyBatch | LossWithTargets):
+        return [loss.loss, *_captives(loss.loss)]
     if isinstance(loss, partial):
         return [*loss.args, *loss.keywords.values(), *_captives(loss.func)]
     return [cell.cell_contents for cell in getattr(loss, "__closure__", None) or ()]

@@ -22,7 +22,7 @@ from lowtide.trace.dry_run import StepRecorder, Trace
 from lowtide.trace.graph_builder import symbol_text
 from lowtide.trace.recorder import Spot
 from lowtide.trace.saved_report import Held, Saved, SavedValue, Saver, Why
-from lowtide.trace.step import CALLS_USERS_CODE, Example, Loss, loss_of, training_step
+from lowtide.trace.step import CALLS_USERS_CODE, Example, Loss, declared, loss_of, training_step
 from lowtide.trace.training import blaming_the_users_code, empty_gradients
 from lowtide.trace.user_lines import line_within
 
@@ -48,6 +48,7 @@ def saved(
         BadRequest: an argument makes no sense, the step has no loss, or the model itself raises.
         CannotTrace: the dry run cannot follow the step.
     """
+    example, loss = declared(example, loss)
     witness = _Witness(model, device, name)
     step = training_step(model, example, witness.watched(loss))
     with empty_gradients(model), blaming_the_users_code():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +22,19 @@ class Arguments:
     kwargs: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class LossWithTargets:
+    """A loss of output and targets, for one batch."""
+
+    loss: Callable[..., torch.Tensor]
+    targets: tuple[Any, ...]
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        return self.loss(output, *self.targets)
+
+
 Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | Arguments
-Loss: TypeAlias = Callable[[Any], torch.Tensor]
+Loss: TypeAlias = Callable[..., torch.Tensor]  # of the output, and of targets if it takes some
 Updates: TypeAlias = str | torch.optim.Optimizer  # one that lowtide knows by name, or the one that there is
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -77,6 +89,44 @@ def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"the example is a {type(example).__name__}. "
         "Give a tuple of the model's arguments, (images,), or a dict of its keyword arguments."
     )
+
+
+def declared(example: Example, loss: Loss | None, target: Any = None) -> tuple[Example, Loss | None]:
+    """What the model is called with, and a loss of its output alone.
+
+    A loss that takes more than the output (`nn.CrossEntropyLoss()`) is given the `target`, or the last of
+    the example's elements: `(images, labels)` is what a training loop has.
+
+    Raises:
+        BadRequest: there is no target for such a loss, or a target for none.
+    """
+    if target is not None:
+        if loss is None:
+            raise BadRequest("a target is given, and no loss that compares the model's output with it.")
+        return example, LossWithTargets(loss, (target,))
+    wanted = targets_wanted(loss)
+    if not wanted:
+        return example, loss
+    assert loss is not None
+    if not isinstance(example, (tuple, list)) or len(example) <= wanted:
+        raise BadRequest(
+            "the loss takes targets beside the model's output, and the example has none. Give them as "
+            "target=labels, or last in the example: (images, labels)."
+        )
+    return tuple(example[:-wanted]), LossWithTargets(loss, tuple(example[-wanted:]))
+
+
+def targets_wanted(loss: Loss | None) -> int:
+    """How many arguments a loss must be given beside the model's output."""
+    if loss is None:
+        return 0
+    try:
+        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    except ValueError:  # built into PyTorch, and says nothing of itself
+        return 0
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [each for each in parameters.values() if each.kind in places and each.default is each.empty]
+    return max(0, len(required) - 1)
 
 
 def carried_loss(output: Any) -> torch.Tensor | None:

@@ -13,12 +13,14 @@ from typing import Any
 from torch import nn
 
 from lowtide.errors import BadRequest, LowtideError
+from lowtide.trace.step import declared
 from lowtide.trace.user_lines import shortened
 from lowtide.zoo.setup import Setup
 
 _EXPECTED = (
     "Expected (model, example) or (model, example, loss): a torch.nn.Module, a tuple of its arguments "
-    "or a dict of its keyword arguments, and a function that makes a loss of its output."
+    "or a dict of its keyword arguments, and a function that makes a loss of its output, or of "
+    "its output and what comes last in the tuple."
 )
 
 
@@ -93,7 +95,9 @@ def _setup(name: str, returned: object, sizes: Mapping[str, int], notes: tuple[s
         model, example, loss = (*parts, None)[:3]
         right = isinstance(model, nn.Module) and isinstance(example, (tuple, dict))
         if right and (loss is None or callable(loss)):
-            return Setup(name, model, example, loss, sizes, notes)
+            given, whole = declared(example, loss)
+            assert isinstance(given, (tuple, dict))
+            return Setup(name, model, given, whole, sizes, notes)
     kinds = ", ".join(type(part).__name__ for part in parts)
     back = f"a tuple ({kinds})" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
     raise BadRequest(f"{name} returned {back}. {_EXPECTED}")

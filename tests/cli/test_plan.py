@@ -349,3 +349,37 @@ def test_measuring_where_there_is_no_device_is_refused() -> None:
     result = run("compare", "mlp", "--device", "cuda", "--measure")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "error: cannot measure on 'cuda': this machine has no such device." in result.stderr
+
+
+# Steps that cannot be captured ----------------------------------------------------------------------------
+
+
+BRANCHING = """
+import torch
+from torch import nn
+
+class Branching(nn.Sequential):
+    def forward(self, x):
+        for layer in self:
+            x = x if x.sum() < -1e9 else layer(x)
+        return x
+
+def branching(batch=4096):
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)]
+    return Branching(*layers), (torch.zeros(batch, 8),), torch.sum
+"""
+
+
+def test_what_cannot_be_captured_is_planned_by_layers_and_a_note_says_why() -> None:
+    Path("mine.py").write_text(BRANCHING)
+    asked = ["plan", "mine.py:branching", "--budget", "70%", "--device", "cpu", "--no-profile", "--json"]
+    result = run(*asked)
+    assert (result.exit_code, result.stderr) == (0, "")
+    document = json.loads(result.stdout)
+    assert document["method"] == "rotor"
+    assert document["predicted_peak_bytes"] <= document["budget_bytes"]
+    assert "layer by layer" in document["notes"][0]
+    assert "x.sum() < -1e9" in document["notes"][0]
+    refused = run(*asked, "--method", "ops")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "x.sum() < -1e9" in refused.stderr

@@ -32,7 +32,13 @@ def answer_layers(
         with waiting("planning layer by layer"):
             chain = rehearsal.chain(cutting.granularity, cutting.modules or None)
             solution = rehearsal.within(chain, method, budget)
-            picture = None if wanted.plot is None else _picture(rehearsal, solution, setup, wanted.kind)
+    tell_layers(rehearsal, solution, setup, wanted)
+
+
+def tell_layers(rehearsal: Rehearsal, solution: Solution, setup: Setup, wanted: Wanted) -> None:
+    """Write the files that are wanted of a plan of layers, and print it."""
+    with undisturbed():
+        picture = None if wanted.plot is None else _picture(rehearsal, solution, setup, wanted.kind)
     wanted.write(solution, picture)
     _answer(rehearsal, solution, setup, wanted.as_json)
 
@@ -63,7 +69,8 @@ def notes_of(rehearsal: Rehearsal, solution: Solution, setup: Setup) -> list[str
     from lowtide.report.text.planned import what_is_unknown
 
     graph = rehearsal.plain.graph
-    return [*what_is_unknown(solution.chain.timed, graph.profiled_on), *graph.notes, *setup.notes]
+    remark = [solution.remark] if solution.remark else []
+    return [*remark, *what_is_unknown(solution.chain.timed, graph.profiled_on), *graph.notes, *setup.notes]
 
 
 def _answer(rehearsal: Rehearsal, solution: Solution, setup: Setup, as_json: bool) -> None:

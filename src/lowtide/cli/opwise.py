@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowtide.cli.layerwise import tell_layers
 from lowtide.cli.preparing import Asked, Cutting, Wanted
 from lowtide.cli.quiet import undisturbed
 from lowtide.text.budget import Budget
@@ -27,21 +28,34 @@ def answer_ops(
     accumulate: int,
     cutting: Cutting,
     wanted: Wanted,
+    insists: bool,
 ) -> None:
-    """Plan which ops to recompute within a budget, and tell."""
+    """Plan which ops to recompute within a budget, and tell; by layers, if nothing insists on ops."""
     from lowtide.planner.api import refuse_cutting
-    from lowtide.report.text.scheduled import print_schedule
+    from lowtide.planner.ladder import Ladder
+    from lowtide.solvers.solution import Solution
     from lowtide.text.progress import stages
 
     refuse_cutting(cutting.granularity, cutting.modules or None)
     with undisturbed(), stages() as stage:
         setup = asked.load()
-        step = captured(asked, setup, accumulate, stage)
-        stage.begin("planning op by op")
-        solution = step.within(method, budget)
-        picture = None if wanted.plot is None else _picture(step, solution, setup, wanted.kind)
+        ladder = Ladder(asked.spec(setup, stage.update, accumulate), method)
+        stage.begin("running the step on fake tensors")
+        _ = ladder.step.plain
+        stage.begin("capturing its ops and planning")
+        solution = ladder.step.within(method, budget) if insists else ladder.within(budget)
+    if isinstance(solution, Solution):
+        tell_layers(ladder.rehearsal, solution, setup, wanted)
+    else:
+        _tell_ops(ladder.step, solution, setup, wanted)
+
+
+def _tell_ops(step: StepBudget, solution: GraphSolution, setup: Setup, wanted: Wanted) -> None:
+    from lowtide.report.text.scheduled import print_schedule
+
+    picture = None if wanted.plot is None else _picture(step, solution, setup, wanted.kind)
     wanted.write(solution, picture)
-    notes = notes_of(step, setup)
+    notes = [*([solution.remark] if solution.remark else []), *notes_of(step, setup)]
     if wanted.as_json:
         _print_json({**_about(step, setup), **_plan_to_json(solution)}, notes)
     else:

@@ -103,6 +103,15 @@ def set_aside(model: nn.Module) -> Iterator[None]:
             setattr(model, _ATTRIBUTE, runner)
 
 
+def by_layers(model: nn.Module, solution: Solution) -> _Runner:
+    """What runs the forward of `model` as `solution` plans, for one who stands in the place of that.
+
+    Raises:
+        CannotApply: the plan was made for a model with other parameters.
+    """
+    return _Runner(_course(model, solution), "ignore", None)
+
+
 @dataclass(frozen=True, slots=True)
 class _LayerCourse:
     """What a plan means for a model: where its segments are, and which inputs it was made for."""
@@ -152,6 +161,9 @@ class _Runner:
 
     def attach(self, model: nn.Module) -> None:
         self._hook(model, self._begin, self._end)
+        self._attach_inside(model)
+
+    def _attach_inside(self, model: nn.Module) -> None:
         if self.course is None:
             return
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -166,6 +178,22 @@ class _Runner:
                 self.around_units.append(pair)
         changed = self.course.solution.chain.changed_buffers
         self.buffers = {path: UnitBuffers(path, modules[path], changed) for path in units}
+
+    def run(
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What `forward` returns, with the hooks there while it runs."""
+        self._attach_inside(model)
+        try:
+            self._begin(model, args, kwargs)
+            output = forward(*args, **kwargs)
+            self._end(model, args, output)
+        except BaseException:
+            self._end(model, args, None)
+            raise
+        finally:
+            self.detach()
+        return output
 
     def _hook(
         self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]

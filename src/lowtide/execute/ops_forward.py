@@ -14,32 +14,29 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from lowtide.aot.sections import compiling
 from lowtide.compat.ddp import let_go_of_old_buckets
-from lowtide.compat.dynamo_caches import forget_compiled
 from lowtide.compat.modules import is_replica, module_being_called
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute.circumstances import circumstances
+from lowtide.execute.courses import Course, OpsCourse, course_of
 from lowtide.execute.identity import fingerprint
-from lowtide.execute.ops_graphs import Execution
-from lowtide.solvers.solution import GraphSolution
+from lowtide.solvers.solution import GraphSolution, Solution
 
 Model = TypeVar("Model", bound=nn.Module)
-Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], GraphSolution]
+Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Solution | GraphSolution]
 ON_NEW_INPUTS = ("warn", "error", "ignore")
 _FORWARD = "forward"
 
 
 def reroute(
     model: Model,
-    solution: GraphSolution | None,
+    solution: Solution | GraphSolution | None,
     *,
     on_new_inputs: str = "warn",
     accumulate: int = 1,
@@ -47,15 +44,16 @@ def reroute(
 ) -> Model:
     """Make `model` train as `solution` plans, in place, and return it; see `lowtide.apply`.
 
-    Without a solution, `replan` makes one for the first inputs of its training, whatever they are.
+    Without a solution, `replan` makes one for the first inputs of its training, whatever they are. Its plans
+    may be of layers.
     """
     if on_new_inputs not in ON_NEW_INPUTS:
         raise BadRequest(f"on_new_inputs is {on_new_inputs!r}; it is one of {', '.join(ON_NEW_INPUTS)}.")
-    if solution is not None:
+    if isinstance(solution, GraphSolution):
         check(model, solution)
     before = model.__dict__.get(_FORWARD)
     restore(model)
-    solutions = {} if solution is None else {solution.inputs: solution}
+    solutions = {} if solution is None else {_inputs(model, solution): solution}
     route = _Route(model, solutions, on_new_inputs, accumulate, replan)
     if isinstance(before, _Route) and before.model is model:
         route.take_over(before)
@@ -72,7 +70,7 @@ def restore(model: nn.Module) -> None:
             model.__dict__[_FORWARD] = route.own
 
 
-def plans_of(model: nn.Module) -> tuple[GraphSolution, ...]:
+def plans_of(model: nn.Module) -> tuple[Solution | GraphSolution, ...]:
     """The plans that `model` has, one for each kind of inputs, in the order in which it met them."""
     route = model.__dict__.get(_FORWARD)
     return tuple(route.solutions.values()) if isinstance(route, _Route) else ()
@@ -118,14 +116,6 @@ def check(model: Model, solution: GraphSolution) -> Model:
     return model
 
 
-@dataclass(frozen=True)
-class _OpsCourse:
-    """One way to run the model: the schedule for one kind of input."""
-
-    execution: Execution
-    compiled: Callable[..., Any]
-
-
 class _Route:
     """Stands in for the forward of one model.
 
@@ -137,7 +127,7 @@ class _Route:
     def __init__(
         self,
         model: nn.Module,
-        solutions: Mapping[tuple[str, ...], GraphSolution],
+        solutions: Mapping[tuple[str, ...], Solution | GraphSolution],
         on_new_inputs: str,
         accumulate: int,
         replan: Replan | None,
@@ -150,7 +140,7 @@ class _Route:
         self._on_new_inputs = on_new_inputs
         self._accumulate = accumulate
         self._replan = replan
-        self._courses: dict[tuple[str, ...], _OpsCourse] = {}
+        self._courses: dict[tuple[str, ...], Course] = {}
         self._told: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,14 +152,8 @@ class _Route:
             return self._plain(model)(*args, **kwargs)
         let_go_of_old_buckets()
         self._tell_of_gradients(model)
-        course = self._course(model, args, kwargs)
-        if course is None:
-            return self._plain(model)(*args, **kwargs)
-        course.execution.begin()
-        with compiling(course.execution.graph.assumptions):
-            if self.own is not None:
-                return course.compiled(*args, **kwargs)
-            return course.compiled(model, *args, **kwargs)
+        course, plain = self._course(model, args, kwargs), self._plain(model)
+        return plain(*args, **kwargs) if course is None else course.run(model, plain, args, kwargs)
 
     @property
     def model(self) -> nn.Module | None:
@@ -180,14 +164,16 @@ class _Route:
         """Go on with what was compiled for an earlier plan of the same graphs: only the schedule is new."""
         for inputs, solution in self.solutions.items():
             course = before._courses.get(inputs)
-            if course is not None and course.execution.graph == solution.graph:
+            if not isinstance(course, OpsCourse) or not isinstance(solution, GraphSolution):
+                continue
+            if course.execution.graph == solution.graph:
                 course.execution.follow(solution.schedule)
                 self._courses[inputs] = course
 
     def _plain(self, model: nn.Module) -> Callable[..., Any]:
         return self.own or MethodType(type(model).forward, model)
 
-    def _course(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OpsCourse | None:
+    def _course(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
         """How to run the model on these arguments; None: as if there was no plan."""
         inputs = circumstances(model, args, kwargs)
         if inputs in self._courses:
@@ -197,13 +183,8 @@ class _Route:
                 self._refuse_or_warn(inputs)
                 return None
             self.solutions[inputs] = self._planned(self._replan, inputs, model, args, kwargs)
-        solution = self.solutions[inputs]
-        execution = Execution(solution.graph, solution.schedule)
-        function, backend = self.own or type(model).forward, execution.backend
-        compiled = torch.compile(function, backend=backend, dynamic=False)
-        course = self._courses[inputs] = _OpsCourse(execution, compiled)
-        weakref.finalize(course, forget_compiled, backend, execution.frames).atexit = False
-        return course
+        self._courses[inputs] = course_of(model, self.solutions[inputs], self.own)
+        return self._courses[inputs]
 
     def _planned(
         self,
@@ -212,7 +193,7 @@ class _Route:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> GraphSolution:
+    ) -> Solution | GraphSolution:
         """A plan for inputs that there is none for."""
         if model.__dict__.get(_FORWARD) is not self:
             raise CannotApply(
@@ -302,6 +283,13 @@ class _Route:
             "a model with a plan cannot be pickled whole. Save its state_dict, or take the plan off first: "
             "lowtide.remove(model)."
         )
+
+
+def _inputs(model: nn.Module, solution: Solution | GraphSolution) -> tuple[str, ...]:
+    """The circumstances that a plan was made for; a plan of layers is taken to be made here and now."""
+    if isinstance(solution, GraphSolution):
+        return solution.inputs
+    return (*solution.chain.inputs, *circumstances(model, (), {}))
 
 
 def _difference(inputs: tuple[str, ...], known: Mapping[tuple[str, ...], Any]) -> str:

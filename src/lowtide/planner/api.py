@@ -20,6 +20,7 @@ from lowtide.execute.layer_hooks import Model
 from lowtide.execute.layer_hooks import apply as apply_segments
 from lowtide.execute.layer_hooks import remove as remove_segments
 from lowtide.execute.ops_forward import reroute
+from lowtide.planner.ladder import AnySolution, Ladder
 from lowtide.planner.layers import Rehearsal, granularity_named
 from lowtide.planner.ops import StepBudget
 from lowtide.solvers import at_effort, default_method, is_scheduler, refuse_lowest
@@ -40,6 +41,7 @@ from lowtide.trace.step import (
     targets_wanted,
 )
 
+AUTO = "auto"  # the best that can be done; every other method insists
 ON_NEW_SHAPE = ("plan", "error")
 
 
@@ -65,7 +67,9 @@ def plan(
 
     With a `budget` (bytes, "8GiB", a part of the plain peak, "60%", or "min" for the lowest peak that can be
     reached) the step is planned op by op unless `method` says otherwise: the peak of the whole step is
-    within the budget, and the plan adds as little time as it can. `accumulate` counts the backward
+    within the budget, and the plan adds as little time as it can. A step that cannot be captured (it looks at
+    numbers that exist only when it runs, say) is planned layer by layer instead: `solution.remark` and a
+    warning say why. The method "ops" insists on op by op. `accumulate` counts the backward
     calls between two updates; with more than one, gradients are there when a forward begins. With `effort`
     "quick" the search is four times as fast, and the plan adds a little more time.
 
@@ -80,18 +84,24 @@ def plan(
 
     Raises:
         InfeasibleBudget: no plan of this method fits.
-        CannotCapture: op by op, Dynamo or AOTAutograd cannot follow the model.
+        CannotCapture: Dynamo or AOTAutograd cannot follow the model, and op by op is insisted on, or it
+            cannot be planned by layers either.
         CannotApply: layer by layer, a part of the model cannot be run twice.
         BadRequest: the model cannot be cut, or an argument makes no sense.
         CannotTrace: the dry run cannot follow the step.
     """
     asked = Budget.parse(budget)
-    chosen = at_effort(method or default_method(asked), effort)
+    method = method or default_method(asked)
+    chosen = at_effort(method, effort)
     example, loss = declared(example, loss, target)
     spec = StepSpec(model, example, loss, optimizer, accumulate, device, profile, name, progress)
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
-        return StepBudget(spec).within(chosen, asked)
+        if method != AUTO:
+            return StepBudget(spec).within(chosen, asked)
+        solution = Ladder(spec, chosen).within(asked)
+        _tell(solution.remark, stacklevel=3)
+        return solution
     assert not isinstance(chosen, Scheduler)
     refuse_op_level_requests(asked, accumulate)
     rehearsal = Rehearsal.of(spec)
@@ -136,7 +146,8 @@ def optimize(
         raise BadRequest(f"on_new_shape is {on_new_shape!r}; it is one of {', '.join(ON_NEW_SHAPE)}.")
     check_optimizer(optimizer)
     asked = Budget.parse(budget)
-    chosen = at_effort(method or default_method(asked), effort)
+    method = method or default_method(asked)
+    chosen = at_effort(method, effort)
     on_new_inputs = "error" if on_new_shape == "error" else "warn"
     if example is not None:
         example, loss = declared(example, loss, target)
@@ -159,7 +170,7 @@ def optimize(
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
         check_accumulation(accumulate)
-        anew = _OpsAnew(spec_of, chosen, asked)
+        anew = _OpsAnew(spec_of, chosen, asked, insists=method != AUTO)
         planned = None if example is None else anew(model, *arguments(example))
         reroute(model, planned, on_new_inputs=on_new_inputs, accumulate=accumulate, replan=anew)
         remove_segments(model)
@@ -170,6 +181,11 @@ def optimize(
     solution = None if example is None else again(model, *arguments(example))
     remove(model)
     return apply_segments(model, solution, on_new_inputs=on_new_inputs, replan=again)
+
+
+def _tell(remark: str, stacklevel: int) -> None:
+    if remark:
+        warnings.warn(f"lowtide: {remark}", stacklevel=stacklevel)
 
 
 def refuse_cutting(granularity: str | Granularity, modules: Collection[str] | None) -> None:
@@ -195,12 +211,17 @@ class _OpsAnew:
     spec_of: SpecOf
     method: str | Scheduler
     budget: Budget
+    insists: bool  # on a plan of the whole step
+    has_told: bool = False  # that there is none
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSolution:
-        step = StepBudget(self.spec_of(model, Arguments(args, kwargs)))
-        self.budget = step.settled(self.budget)
-        found = step.within(self.method, self.budget)
-        learn_of_loss(step.spec, step.plain)
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnySolution:
+        ladder = Ladder(self.spec_of(model, Arguments(args, kwargs)), self.method)
+        self.budget = ladder.step.settled(self.budget)
+        found = ladder.step.within(self.method, self.budget) if self.insists else ladder.within(self.budget)
+        learn_of_loss(ladder.spec, ladder.step.plain)
+        if not self.has_told:
+            _tell(found.remark, stacklevel=4)
+        self.has_told = self.has_told or bool(found.remark)
         return found
 
 

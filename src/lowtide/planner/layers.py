@@ -47,6 +47,7 @@ class Rehearsal:
     profile: bool = True
     name: str | None = None
     progress: Progress | None = None
+    accumulate: int = 1
     _tried: dict[tuple[tuple[int, ...], Plan], Confirmation] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -54,7 +55,6 @@ class Rehearsal:
     @classmethod
     def of(cls, spec: StepSpec, **more: Any) -> Self:
         """A rehearsal of that step; `more` is what a kind of rehearsal wants besides."""
-        assert spec.accumulate == 1, "plans of layers know nothing of earlier gradients"
         return cls(
             spec.model,
             spec.example,
@@ -64,6 +64,7 @@ class Rehearsal:
             spec.profile,
             spec.name,
             spec.progress,
+            spec.accumulate,
             **more,
         )
 
@@ -75,10 +76,11 @@ class Rehearsal:
             self.example,
             self.loss,
             self.optimizer,
-            device=self.device,
-            profile=self.profile,
-            name=self.name,
-            progress=self.progress,
+            self.accumulate,
+            self.device,
+            self.profile,
+            self.name,
+            self.progress,
         )
 
     @cached_property
@@ -138,12 +140,19 @@ class Rehearsal:
         # What reads nothing recomputes nothing: memory that is only taken.
         recomputed = [op for op in trace.graph.ops if op.phase is Phase.RECOMPUTE and op.reads]
         return Confirmation(
-            peak_bytes=_peak_bytes(trace),
+            peak_bytes=_peak_bytes(trace) + self._earlier_bytes,
             recomputed_ops=len(recomputed),
             extra_seconds=sum(op.seconds for op in recomputed),
             plain_peak_bytes=_peak_bytes(self.plain),
             plain_seconds=sum(op.seconds for op in self.plain.graph.ops),
         )
+
+    @property
+    def _earlier_bytes(self) -> int:
+        """Gradients of earlier backward calls, which the new ones are added to: a step holds no more."""
+        graph = self.plain.graph
+        made = [value.id for value in graph.values if value.role is Role.GRADIENT]
+        return sum(map(graph.counted_bytes, made)) if self.accumulate > 1 else 0
 
     def solve(self, chain: Chain, method: str | Method, budget: str | int | None = None) -> Solution:
         """A plan within the budget, tried out: the dry run of the model under it stays within it too.

@@ -1,6 +1,7 @@
 """Methods that choose what to recompute, one file per source, behind one door: `solve`."""
 
 from lowtide.solvers.registry import (
+    OPS,
     at_effort,
     default_method,
     is_scheduler,
@@ -10,4 +11,13 @@ from lowtide.solvers.registry import (
     solve,
 )
 
-__all__ = ["at_effort", "default_method", "is_scheduler", "methods", "refuse_lowest", "schedulers", "solve"]
+__all__ = [
+    "OPS",
+    "at_effort",
+    "default_method",
+    "is_scheduler",
+    "methods",
+    "refuse_lowest",
+    "schedulers",
+    "solve",
+]

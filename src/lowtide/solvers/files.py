@@ -104,6 +104,7 @@ def _solution_to_json(solution: Solution) -> Json:
         "budget_bytes": solution.budget_bytes,
         "objective_bytes": solution.objective_bytes,
         "confirmation": None if confirmation is None else asdict(confirmation),
+        **_remark_to_json(solution.remark),
     }
 
 
@@ -146,6 +147,7 @@ def _solution_from_json(entry: Reader) -> Solution:
         budget_bytes=entry["budget_bytes"].optional(int),
         objective_bytes=entry["objective_bytes"].optional(int),
         confirmation=_confirmation_from_json(entry["confirmation"]),
+        remark=_remark_from_json(entry),
     )
     _agree(solution.peak_bytes, replay(solution.chain, solution.plan).peak_bytes)
     return solution
@@ -228,6 +230,7 @@ def _scheduled_to_json(solution: GraphSolution) -> Json:
         "fingerprint": solution.fingerprint,
         "inputs": list(solution.inputs),
         "torch_version": solution.torch_version,
+        **_remark_to_json(solution.remark),
     }
 
 
@@ -248,6 +251,7 @@ def _scheduled_from_json(entry: Reader) -> GraphSolution:
         fingerprint=entry["fingerprint"].of(str),
         inputs=entry["inputs"].many(_text),
         torch_version=entry["torch_version"].of(str),
+        remark=_remark_from_json(entry),
     )
     _agree(solution.peak_bytes, simulate(solution.graph, solution.schedule).peak_bytes)
     return solution
@@ -258,6 +262,15 @@ def _scheduled_from_json(entry: Reader) -> GraphSolution:
 
 def _text(entry: Reader) -> str:
     return entry.of(str)
+
+
+def _remark_to_json(remark: str) -> dict[str, Json]:
+    """Most plans have none, and their files read as they did before there were any."""
+    return {"remark": remark} if remark else {}
+
+
+def _remark_from_json(entry: Reader) -> str:
+    return entry["remark"].of(str) if "remark" in entry.of(dict) else ""
 
 
 def _seconds(entry: Reader) -> float:

@@ -52,6 +52,7 @@ _METHODS: tuple[type[Method], ...] = (
 )
 
 _SCHEDULERS: tuple[type[Scheduler], ...] = (Evict, Exact, Auto)
+OPS = "ops"  # auto, where nothing but a plan op by op will do
 
 
 @cache
@@ -110,7 +111,7 @@ def at_effort(method: str | Method | Scheduler, effort: str) -> str | Method | S
     """
     if effort_named(effort) is Effort.FULL:
         return method
-    known = schedulers().get(method) if isinstance(method, str) else None
+    known = schedulers().get(_canonical(method)) if isinstance(method, str) else None
     if known is not None and issubclass(known, Searcher):
         return known(effort)
     name = _named(method).name if isinstance(method, str) else method.name
@@ -236,9 +237,13 @@ def _for_graph(graph: Graph, method: str | About) -> GraphMethod | Scheduler:
 
 def _named(name: str) -> About:
     known: dict[str, type[About]] = {**methods(), **schedulers()}
-    if name not in known:
-        raise UnknownMethod(name, known)
-    return known[name]()
+    if _canonical(name) not in known:
+        raise UnknownMethod(name, [*known, OPS])
+    return known[_canonical(name)]()
+
+
+def _canonical(name: str) -> str:
+    return Auto.name if name == OPS else name
 
 
 def _budget_bytes(chain: Chain, method: Method, budget: Budget) -> int | None:

@@ -14,6 +14,7 @@ from lowtide.chain.unroll import replay
 from lowtide.ir.graph import Graph, Phase
 from lowtide.ir.schedule import Schedule
 from lowtide.ir.simulate import Timeline, simulate
+from lowtide.solvers.chain_summary import explained_chain
 from lowtide.solvers.summary import explained
 
 
@@ -77,7 +78,8 @@ class Solution:
 
     `peak_bytes` is what the replay counted, `lower_bound_bytes` what no plan at all could undercut,
     `extra_seconds` what recomputation adds to a step that takes `chain.seconds` without it.
-    `confirmation` is there where there is a model.
+    `confirmation` is there where there is a model. `remark` says why it is no plan of the whole step op by
+    op, where one was wanted.
     """
 
     chain: Chain
@@ -91,6 +93,10 @@ class Solution:
     budget_bytes: int | None = None
     objective_bytes: int | None = None
     confirmation: Confirmation | None = field(default=None)
+    remark: str = ""
+
+    def __str__(self) -> str:
+        return explained_chain(self)
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
@@ -117,6 +123,7 @@ class GraphSolution:
     and `least_extra_seconds` what no schedule within the budget can do without, as far as is known.
     `plain_peak_bytes` is what the step holds as the user wrote it, where there is a model.
     `fingerprint`, `inputs` and `torch_version` tell which model, batch and torch it is for; empty: any.
+    `remark` says what of the step could not be planned, where all of it was wanted.
     """
 
     graph: Graph = field(repr=False)  # thousands of ops
@@ -134,6 +141,7 @@ class GraphSolution:
     fingerprint: str = ""
     inputs: tuple[str, ...] = ()
     torch_version: str = ""
+    remark: str = ""
 
     def __str__(self) -> str:
         return explained(self)

@@ -67,7 +67,8 @@ def explained(solution: GraphSolution, plain_peak_bytes: int | None = None) -> s
     """The summary of a solution and what it does with each module, as plain text."""
     title = f"{solution.graph.name}, on {solution.graph.device}"
     facts = lined_up(summary(solution, plain_peak_bytes), frozenset([1]))
-    return f"{title}\n{facts}\n\n{share_table(solution)}"
+    remark = f"{solution.remark}\n\n" if solution.remark else ""
+    return f"{title}\n{facts}\n\n{remark}{share_table(solution)}"
 
 
 def summary(solution: GraphSolution, plain_peak_bytes: int | None = None) -> tuple[Fact, ...]:

@@ -34,8 +34,9 @@ _FEWEST_POINTS = 2
 @click.option(
     "--method",
     metavar="NAME",
-    help="One of `lowtide solvers`.  [default: auto, op by op, with a budget; without one hong-linear, "
-    "layer by layer, because it finds the least peak at once]",
+    help="One of `lowtide solvers`; ops: auto, and nothing but op by op.  [default: auto with a budget, op "
+    "by op, or by layers where a step cannot be captured; without one hong-linear, layer by layer, because it "
+    "finds the least peak at once]",
 )
 @click.option(
     "--effort",
@@ -81,7 +82,8 @@ def command(
     """Plan what to recompute of MODEL, so that training it peaks lower.
 
     MODEL is what `lowtide fit` takes. Within a budget the step is planned op by op: its whole peak stays
-    within, and as little time is added as can be. A method for chains plans layers instead, and its plan is
+    within, and as little time is added as can be. What cannot be captured is planned layer by layer instead,
+    and a note says so; `--method ops` insists. A method for chains plans layers instead, and its plan is
     tried out in a dry run of the model. `lowtide.apply(model, lowtide.load_solution("plan.json"))` puts a
     saved plan to work.
 
@@ -99,7 +101,7 @@ def command(
     elif frontier:
         answer_frontier(asked, chosen, accumulate, cutting, points or _POINTS, wanted)
     else:
-        answer_ops(asked, chosen, budget, accumulate, cutting, wanted)
+        answer_ops(asked, chosen, budget, accumulate, cutting, wanted, insists=method not in (None, "auto"))
 
 
 def _check_frontier(frontier: bool, points: int | None, budget: Budget, output: Path | None) -> None:

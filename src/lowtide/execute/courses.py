@@ -1,0 +1,60 @@
+"""Ways to run the forward of a model under a plan, whatever kind of plan it is."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lowtide.aot.sections import compiling
+from lowtide.compat.dynamo_caches import forget_compiled
+from lowtide.execute.layer_hooks import by_layers
+from lowtide.execute.ops_graphs import Execution
+from lowtide.solvers.solution import GraphSolution, Solution
+
+
+class Course(Protocol):
+    """One way to run a model: the plan for one kind of input, at work."""
+
+    def run(
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What `forward`, which is the model's own, returns; run as planned."""
+
+
+@dataclass(frozen=True)
+class OpsCourse:
+    """A schedule at work: the forward is compiled, with a backend that does as the schedule says."""
+
+    execution: Execution
+    compiled: Callable[..., Any]
+    is_method: bool  # whether what was compiled wants the model as its first argument
+
+    def run(
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self.execution.begin()
+        with compiling(self.execution.graph.assumptions):
+            return self.compiled(model, *args, **kwargs) if self.is_method else self.compiled(*args, **kwargs)
+
+
+def course_of(
+    model: nn.Module, solution: Solution | GraphSolution, own: Callable[..., Any] | None = None
+) -> Course:
+    """`solution` at work in `model`, whose forward is `own`, or that of its class.
+
+    Raises:
+        CannotApply: the plan was made for a model with other parameters.
+    """
+    if isinstance(solution, Solution):
+        return by_layers(model, solution)
+    execution = Execution(solution.graph, solution.schedule)
+    backend = execution.backend
+    compiled = torch.compile(own or type(model).forward, backend=backend, dynamic=False)
+    course = OpsCourse(execution, compiled, is_method=own is None)
+    weakref.finalize(course, forget_compiled, backend, execution.frames).atexit = False
+    return course

@@ -1,0 +1,111 @@
+"""A plan for every step that can be traced: op by op if that can be, else the best of what can.
+
+    ops     the whole step, op by op: what is planned unless it cannot be captured
+    layers  stretches of the model's own modules, run again through hooks; needs no more than a dry run
+
+The first way that keeps the budget is taken; for the lowest peak, the way that gets lowest. What could not
+be done, and what was done instead, is said in `solution.remark`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TypeAlias
+
+from lowtide.chain.cuts import Granularity
+from lowtide.errors import BadRequest, CannotTrace, InfeasibleBudget, LowtideError
+from lowtide.planner.layers import Rehearsal
+from lowtide.planner.ops import StepBudget
+from lowtide.solvers.method import Scheduler
+from lowtide.solvers.solution import GraphSolution, Solution
+from lowtide.text.budget import LOWEST, Budget
+from lowtide.trace.spec import StepSpec
+
+AnySolution: TypeAlias = Solution | GraphSolution
+Way: TypeAlias = Callable[[Budget], AnySolution]
+
+_NESTED = "rotor"  # the least time within a budget, and nearly the least peak
+_LONGEST_NESTED = 150  # layers; its time grows with their cube
+_LINEAR = "hong-linear"
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The ways to plan one step. What they trace and capture is done once."""
+
+    spec: StepSpec
+    method: str | Scheduler  # which plans ops
+
+    @cached_property
+    def step(self) -> StepBudget:
+        """The step, op by op."""
+        return StepBudget(self.spec)
+
+    @cached_property
+    def rehearsal(self) -> Rehearsal:
+        """The step, layer by layer."""
+        return Rehearsal.of(self.spec)
+
+    def within(self, budget: Budget) -> AnySolution:
+        """The best plan that keeps the budget: bytes, a part of the plain peak, or the lowest peak.
+
+        Raises:
+            InfeasibleBudget: no way keeps it; the least that one of them reaches is named.
+            CannotCapture: there is no way at all: the reason is that of the first.
+            CannotTrace, BadRequest: the dry run cannot follow the step, or it makes no sense.
+        """
+        budget = budget if budget.is_given else Budget.parse(LOWEST)
+        try:
+            return self.step.within(self.method, budget)
+        except (BadRequest, CannotTrace):
+            raise
+        except LowtideError as error:
+            return self._otherwise(budget, error)
+
+    def _otherwise(self, budget: Budget, reason: LowtideError) -> AnySolution:
+        found: list[AnySolution] = []
+        refusals: list[LowtideError] = []
+        for way in self._ways():
+            try:
+                planned = way(budget)
+            except CannotTrace:
+                raise
+            except LowtideError as refusal:
+                refusals.append(refusal)
+                continue
+            found.append(replace(planned, remark=_remark(reason, planned)))
+            if not budget.is_lowest:
+                break
+        if found:
+            return min(found, key=_peak_bytes)
+        infeasible = [refusal for refusal in refusals if isinstance(refusal, InfeasibleBudget)]
+        if infeasible:
+            raise min(infeasible, key=lambda refusal: refusal.least_bytes) from reason
+        raise type(reason)(f"{reason}\nNor can it be planned by layers: {refusals[-1]}") from reason
+
+    def _ways(self) -> Iterator[Way]:
+        for granularity in (Granularity.LAYER, Granularity.FINE, Granularity.BLOCK):
+            yield partial(self._by_layers, granularity)
+
+    def _by_layers(self, granularity: Granularity, budget: Budget) -> Solution:
+        chain = self.rehearsal.chain(granularity)
+        method = _NESTED if len(chain) <= _LONGEST_NESTED else _LINEAR
+        return self.rehearsal.within(chain, method, Budget() if budget.is_lowest else budget)
+
+
+def _remark(reason: LowtideError, planned: AnySolution) -> str:
+    how = "layer by layer" if isinstance(planned, Solution) else "op by op where that can be"
+    return f"the step could not be planned op by op as a whole, so it was planned {how}: {_brief(reason)}"
+
+
+def _brief(reason: LowtideError) -> str:
+    return str(reason).splitlines()[0]
+
+
+def _peak_bytes(solution: AnySolution) -> int:
+    if isinstance(solution, Solution):
+        assert solution.confirmation is not None, "a rehearsal confirms what it solves"
+        return solution.confirmation.peak_bytes
+    return solution.peak_bytes

@@ -34,9 +34,9 @@ _FEWEST_POINTS = 2
 @click.option(
     "--method",
     metavar="NAME",
-    help="One of `lowtide solvers`; ops: auto, and nothing but op by op.  [default: auto with a budget, op "
-    "by op, or by layers where a step cannot be captured; without one hong-linear, layer by layer, because it "
-    "finds the least peak at once]",
+    help="One of `lowtide solvers`; ops: auto, and nothing but op by op.  [default: auto with a budget, by "
+    "layers where a step cannot be captured; without one hong-linear, layer by layer, because it finds the "
+    "least peak at once]",
 )
 @click.option(
     "--effort",

@@ -207,6 +207,27 @@ def test_hooks_of_all_modules_count_as_well(kind: str) -> None:
     assert_step_like(model, plain, X)
 
 
+# Modes ----------------------------------------------------------------------------------------------------
+
+
+def normalised() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def test_statistics_that_are_frozen_later_are_planned_for_once_and_so_is_training_them_again() -> None:
+    model, plain = planned(normalised()), normalised()
+    plain.load_state_dict(model.state_dict())
+    for frozen in (False, True, False, True):
+        for each in (model, plain):
+            each.train()
+            each[1].train(not frozen)
+        assert_step_like(model, plain, X)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(X), plain.eval()(X))
+    assert len(lowtide.plans_of(model)) == 2
+
+
 class Halves(nn.Module):
     """Two layers, one after the other: between them a graph may end."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -49,8 +49,10 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks)
 
 
-def hooks_below(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every hook of a submodule, with its path, and every hook of all modules, with no path."""
+def hooks_below(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every hook of a model's submodules, with its path, and every hook of all modules, with no path."""
     of_all: tuple[Mapping[int, Any], ...] = (
         _of_all._global_forward_pre_hooks,
         _of_all._global_forward_hooks,
@@ -58,8 +60,8 @@ def hooks_below(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
         _of_all._global_backward_hooks,
     )
     yield from (("", hook) for hooks in of_all for hook in hooks.values())
-    for path, module in model.named_modules():
-        if module is not model:
+    for path, module in modules:
+        if path:
             yield from ((path, hook) for hooks in _hooks_of(module) for hook in hooks.values())
 
 

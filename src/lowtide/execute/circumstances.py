@@ -12,16 +12,17 @@ from torch import nn
 from lowtide.compat.modules import hooks_below
 from lowtide.execute.identity import described_inputs
 
-_MOST_NAMED = 3  # hooks in a row; more of them are told apart by a digest
+_MOST_NAMED = 3  # hooks or modules in a row; more of them are told apart by a digest
 
 
 def circumstances(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str | None = None
 ) -> tuple[str, ...]:
-    """Everything that decides which ops a model runs: its inputs, autocast, what is frozen, and hooks.
+    """Everything that decides which ops a model runs: its inputs, autocast, modes, what is frozen, and hooks.
 
-    The model's own hooks run around its forward and are not among them. `device` is where it will run, if it
-    is not there yet: a model on meta knows of no autocast.
+    The modes are those of submodules that differ from the model's own: a BatchNorm in evaluation while the
+    model trains. The model's own hooks run around its forward and are not among them. `device` is where it
+    will run, if it is not there yet: a model on meta knows of no autocast.
     """
     found = [*described_inputs(args, kwargs)]
     parameters = list(model.named_parameters())
@@ -31,7 +32,12 @@ def circumstances(
     frozen = [name for name, parameter in parameters if not parameter.requires_grad]
     if frozen:
         found.append(f"frozen {_digest(frozen)}")
-    hooks = [f"{_name(hook)} on {path or 'all modules'}" for path, hook in hooks_below(model)]
+    modules = list(model.named_modules())
+    others = [path for path, module in modules if module.training != model.training]
+    if others:
+        mode = "in evaluation" if model.training else "in training"
+        found.append(f"{mode}: {_digest(others) if len(others) > _MOST_NAMED else ', '.join(others)}")
+    hooks = [f"{_name(hook)} on {path or 'all modules'}" for path, hook in hooks_below(modules)]
     if hooks:
         found.append(f"hooks {_digest(hooks) if len(hooks) > _MOST_NAMED else ', '.join(hooks)}")
     return tuple(found)

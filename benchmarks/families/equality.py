@@ -1,0 +1,104 @@
+"""One training step from a known state, and whether two of them are the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TO_THE_BIT = "to the bit"
+_CLOSE = 1e-4  # of the largest number: what adding up in another order does
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step leaves behind."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+    draws: tuple[float, ...]  # the next random numbers of every generator
+
+
+class Laboratory:
+    """Runs steps of a model from the same state: its buffers, no gradients, the same random streams."""
+
+    def __init__(self, model: nn.Module, step: Callable[[], Tensor]) -> None:
+        self.model, self.step = model, step
+        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+    def outcome(self) -> Outcome:
+        """One step, run now."""
+        self.restore()
+        _seed()
+        loss = self.step()
+        gradients = {
+            name: None if parameter.grad is None else parameter.grad.detach().clone()
+            for name, parameter in self.model.named_parameters()
+        }
+        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        found = Outcome(loss.detach().clone(), gradients, buffers, _draws(loss.device))
+        self.restore()
+        return found
+
+    def restore(self) -> None:
+        """The model as it was before any step."""
+        self.model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name in self._buffers and buffer.shape == self._buffers[name].shape:
+                    buffer.copy_(self._buffers[name])
+
+
+def compared(found: Outcome, expected: Outcome) -> str:
+    """'to the bit', 'to 3e-7' where the last bits differ, or 'wrong: …'."""
+    if found.draws != expected.draws:
+        return "wrong: the random numbers that follow differ"
+    if found.buffers.keys() != expected.buffers.keys():
+        return "wrong: other buffers"
+    pairs = [("the loss", found.loss, expected.loss)]
+    pairs += [(f"buffer {name}", found.buffers[name], buffer) for name, buffer in expected.buffers.items()]
+    for name, gradient in expected.gradients.items():
+        mine = found.gradients[name]
+        if (mine is None) != (gradient is None):
+            return f"wrong: {name} gets {'no' if mine is None else 'a'} gradient"
+        if mine is not None and gradient is not None:
+            pairs.append((f"the gradient of {name}", mine, gradient))
+    far, name = max(((_distance(mine, other), name) for name, mine, other in pairs), default=(0.0, ""))
+    if far == 0:
+        return TO_THE_BIT
+    return f"to {far:.0e}: {name}" if far < _CLOSE else f"wrong: {name} is off by {far:.1e}"
+
+
+def _distance(mine: Tensor, other: Tensor) -> float:
+    """The largest difference, as a part of the largest number; 0 where every bit is the same."""
+    if mine.shape != other.shape or mine.dtype != other.dtype:
+        return float("inf")
+    if torch.equal(mine, other) or (torch.equal(mine.isnan(), other.isnan()) and bool(mine.isnan().all())):
+        return 0.0
+    if not mine.is_floating_point():
+        return float("inf")
+    here, there = mine.double().nan_to_num(0.0), other.double().nan_to_num(0.0)
+    if not torch.equal(mine.isnan(), other.isnan()):
+        return float("inf")
+    return float((here - there).abs().max()) / max(float(there.abs().max()), 1e-30)
+
+
+def _seed() -> None:
+    torch.manual_seed(7)
+    random.seed(7)
+    _numpy().random.seed(7)
+
+
+def _draws(device: torch.device) -> tuple[float, ...]:
+    drawn = [random.random(), float(_numpy().random.random()), float(torch.rand(()))]
+    return (*drawn, float(torch.rand((), device=device)))
+
+
+def _numpy() -> Any:
+    return import_module("numpy")

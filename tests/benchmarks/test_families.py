@@ -12,6 +12,7 @@ import torch
 from benchmarks.families import processes, report
 from benchmarks.families.batches import mean_square
 from benchmarks.families.equality import TO_THE_BIT, Laboratory, compared
+from benchmarks.families.trial import LOWEST, PART
 from torch import nn
 
 # Equality ---------------------------------------------------------------------------------------------
@@ -105,8 +106,8 @@ def row(**more: Any) -> dict[str, Any]:
         "stage": "ended",
         "deterministic": True,
         "dry_run": dry_run,
-        report.PART: plan,
-        report.LOWEST: plan,
+        PART: plan,
+        LOWEST: plan,
         **more,
     }
 
@@ -116,10 +117,10 @@ def row(**more: Any) -> dict[str, Any]:
     [
         ({}, set()),
         ({"dry_run": {"predicted_bytes": 97 << 20, "measured_bytes": 100 << 20}}, {"predicts"}),
-        ({report.PART: {"error": "InfeasibleBudget", "message": "no", "on_purpose": True}}, set()),
-        ({report.PART: {"error": "CannotCapture", "message": "no", "on_purpose": True}}, {"keeps"}),
-        ({report.PART: {**row()[report.PART], "measured_bytes": 75 << 20}}, {"promised"}),
-        ({report.PART: {**row()[report.PART], "same": "to 3e-07: the loss"}}, {"trained"}),
+        ({PART: {"error": "InfeasibleBudget", "message": "no", "on_purpose": True}}, set()),
+        ({PART: {"error": "CannotCapture", "message": "no", "on_purpose": True}}, {"keeps"}),
+        ({PART: {**row()[PART], "measured_bytes": 75 << 20}}, {"promised"}),
+        ({PART: {**row()[PART], "same": "to 3e-07: the loss"}}, {"trained"}),
     ],
 )
 def test_a_family_counts_where_it_did_what_it_should(changed: Any, lost: set[str]) -> None:
@@ -134,12 +135,12 @@ def test_a_family_counts_where_it_did_what_it_should(changed: Any, lost: set[str
 
 
 def test_wrong_results_crashes_and_what_was_not_built_are_told() -> None:
-    wrong = row(**{report.LOWEST: {**row()[report.PART], "same": "wrong: the loss is off by 1"}})
+    wrong = row(**{LOWEST: {**row()[PART], "same": "wrong: the loss is off by 1"}})
     bug = {"error": "KeyError", "message": "3", "on_purpose": False}
     rows = [
         wrong,
         row(crashed="no answer in 60 s"),
-        row(**{report.PART: bug}),
+        row(**{PART: bug}),
         {"family": "hf:b", "not_built": "why"},
     ]
     counts = report.counted(rows)

@@ -434,6 +434,8 @@ def main(folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    gc.collect()
+    gc.freeze()  # what modules hold stays, and would be looked through again and again
     for case in cases:
         engine, *details = case.split("-")
         match engine:

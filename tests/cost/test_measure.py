@@ -287,6 +287,21 @@ def test_what_only_a_dead_cycle_holds_is_not_resident() -> None:
     assert resident() == before
 
 
+def test_a_tensor_that_is_left_of_a_vmap_is_resident_by_what_is_in_it() -> None:
+    before = resident()
+    left = []
+
+    def batched(row: torch.Tensor) -> torch.Tensor:
+        left.append(row.sin())
+        return row
+
+    base = torch.zeros(3, 10)
+    torch.func.vmap(batched)(base)
+    assert resident() - before == 120 + 120
+    left.clear()
+    assert resident() - before == 120
+
+
 def test_tensors_without_bytes_on_the_cpu_are_not_resident() -> None:
     before = resident()
     with FakeTensorMode():

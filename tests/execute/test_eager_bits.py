@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lowtide.execute.ops_forward import plans_of
+from lowtide.solvers.solution import GraphSolution
 from tests.helpers.eager import assert_trains_like_plain
+from tests.helpers.effort import long_but
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +35,27 @@ class Around(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.function(x * self.weight)
+
+
+# Checks that have an effect ---------------------------------------------------------------------------
+
+
+CHECKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "inv": lambda x: x @ torch.linalg.inv(x.mT @ x),
+    "solve": lambda x: x @ torch.linalg.solve(x.mT @ x, x[:6]),
+    "cholesky": lambda x: x @ torch.linalg.cholesky(x.mT @ x),
+}
+
+
+@pytest.mark.parametrize("name", long_but(CHECKED, "cholesky"))
+def test_linear_algebra_that_checks_what_it_is_given(name: str) -> None:
+    model = Around(CHECKED[name], 9, 6)
+    assert_trains_like_plain(model, torch.randn(9, 6), profile=True)
+    with pytest.raises(torch.linalg.LinAlgError):
+        model(torch.zeros(9, 6))
+    (solution,) = plans_of(model)
+    assert isinstance(solution, GraphSolution)
+    assert not any("with_effects" in note for note in solution.graph.notes)
 
 
 # Random ops whose results nobody uses ---------------------------------------------------------------------

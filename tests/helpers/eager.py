@@ -21,11 +21,16 @@ def mean_square(output: Any) -> torch.Tensor:
 
 
 def assert_trains_like_plain(
-    model: nn.Module, *args: Any, loss: Loss = mean_square, budget: str = "min", steps: int = 2
+    model: nn.Module,
+    *args: Any,
+    loss: Loss = mean_square,
+    budget: str = "min",
+    steps: int = 2,
+    profile: bool = False,
 ) -> None:
     """`model` under a plan does what a copy of it does without one, from the same random state."""
     plain = copy.deepcopy(model)
-    lowtide.optimize(model, args, budget=budget, loss=loss, accumulate=steps, effort="quick", profile=False)
+    lowtide.optimize(model, args, budget=budget, loss=loss, accumulate=steps, effort="quick", profile=profile)
     assert_step_like(model, plain, *args, loss=loss, steps=steps)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.aot.returned import Returned
+from lowtide.aot.held import Held
 from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections, dynamo
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import uncompiled
@@ -183,8 +183,8 @@ class _GraphRecorder(Recorder):
     ) -> None:
         super().__init__(builder, twins)
         modules = Modules(model)
-        self._returned = Returned(builder)
-        self.sections = Sections(modules, assumptions, self._is_zero, self._returned.note)
+        self._held = Held(builder)
+        self.sections = Sections(modules, assumptions, self._is_zero, self._held.returned)
         self._eagerly = Eagerly(model, modules)
         self._leaves: list[Resident] = []  # what may get a gradient
 
@@ -209,6 +209,9 @@ class _GraphRecorder(Recorder):
         value = self.builder.value_of(args[0]) if func in _WRITES else None
         found = None if value is None else self.builder.values[value]
         return found.module if found is not None and found.role is Role.BUFFER else ""
+
+    def died(self, value: int) -> None:
+        self._held.died(value)
 
     def recorded(self, op: Op, spot: Spot) -> None:
         if spot.section == OUTSIDE and spot.phase is Phase.FORWARD:
@@ -284,7 +287,7 @@ class _GraphRecorder(Recorder):
             if gradient is not None and self.builder.values[gradient].role is Role.INTERMEDIATE:
                 self.builder.set_role(gradient, Role.GRADIENT, gradient_name(leaf.name), leaf.module)
         self.builder.notes.update(self.sections.notes)
-        graph = self._returned.held_in(self.builder.finish(value for _, value in self.alive()))
+        graph = self._held.in_graph(self.builder.finish(value for _, value in self.alive()))
         return replace(graph, assumptions=tuple(self.sections.found_gradientless()))
 
 

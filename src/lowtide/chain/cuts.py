@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from lowtide.errors import BadRequest
-from lowtide.ir.graph import Call, Graph, Op, Phase, Role
+from lowtide.ir.graph import Call, Graph, Op, Phase, Role, short_name
 from lowtide.ir.schedule import Schedule
 
 HEAVY = frozenset(
@@ -238,4 +238,4 @@ def _named(step: RecordedStep, cuts: Cuts, modules: Collection[str]) -> list[int
 
 
 def is_heavy(op: Op) -> bool:
-    return op.target.split(".")[1] in HEAVY
+    return short_name(op.target) in HEAVY

@@ -15,6 +15,8 @@ PRIVATE = (
     Private("torch.multiprocessing.reductions.StorageWeakRef", "knows a storage without keeping it alive"),
     Private("torch.Tensor._use_count", "how many references the engine would find to a tensor"),
     Private("torch._C._storage_Use_Count", "how many references the engine would find to a storage"),
+    Private("torch._C._functorch.is_functorch_wrapped_tensor", "tells the tensors that torch.func makes"),
+    Private("torch._C._functorch.get_unwrapped", "the tensor that one of torch.func's is made of"),
     Private("torch.Tensor._version", "tells whether a buffer was written to"),
     Private("torch.Tensor._backward_hooks", "hooks that a dry run does not call"),
     Private("torch.Tensor._post_accumulate_grad_hooks", "hooks that a dry run does not call"),
@@ -63,6 +65,13 @@ def storage_key(tensor: torch.Tensor) -> int:
 def key_of_storage(storage: torch.UntypedStorage) -> int:
     """What `storage_key` says of the tensors that look at `storage`."""
     return int(storage._cdata)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or the one inside of it that has memory, if `torch.func` has made it (as `vmap` does)."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def reference_counts(tensor: torch.Tensor) -> tuple[int, int]:

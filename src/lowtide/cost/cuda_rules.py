@@ -25,7 +25,7 @@ from lowtide.compat.kernels import cudnn_attention, efficient_attention
 from lowtide.compat.patches import patched
 from lowtide.cost.cache import BY_RULE
 from lowtide.cost.cublas import threads_using_matrix_products, with_library
-from lowtide.ir.graph import Graph, Op, Tensor, argument_tensors
+from lowtide.ir.graph import Graph, Op, Tensor, argument_tensors, short_name
 from lowtide.ir.simulate import CUDA
 from lowtide.ir.validate import item_bytes
 
@@ -140,7 +140,7 @@ def price(graph: Graph) -> Graph:
     """
     ops = tuple(
         replace(op, workspace_bytes=CUDA.held(_WORKSPACE[name](op, graph)))
-        if (name := op.target.split(".")[1]) in _WORKSPACE
+        if (name := short_name(op.target)) in _WORKSPACE
         else op
         for op in graph.ops
     )

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lowtide.compat.memory import ProfilerEvent, history, is_allocation
-from lowtide.compat.tensors import storage_key
+from lowtide.compat.tensors import storage_key, unwrapped
 from lowtide.errors import BadRequest, DeviceMissing
 
 
@@ -186,7 +186,8 @@ def _bytes_of_live_tensors() -> int:
         # exact types only: a subclass (a fake, a quantised tensor) may have no storage to ask
         plain = type(thing) in (torch.Tensor, torch.nn.Parameter)
         if plain and thing.device.type == "cpu" and thing.layout is torch.strided:
-            storages[storage_key(thing)] = thing.untyped_storage().nbytes()
+            tensor = unwrapped(thing)
+            storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
 
 

@@ -16,7 +16,7 @@ from lowtide.compat.memory import ProfilerEvent, is_range
 from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.cost.cache import Cost
 from lowtide.cost.measure import allocator_events, cpu_blocks, growth
-from lowtide.ir.graph import Arg, Ref, Symbol, Tensor
+from lowtide.ir.graph import Arg, Ref, Symbol, Tensor, short_name
 from lowtide.ir.simulate import allocator_of
 from lowtide.ir.validate import extent_bytes
 
@@ -92,7 +92,7 @@ class OpCall:
         made = self._left_by_maker(device, fill)
         for key, tensor in self.tensors.items():
             if key not in made:
-                if tensor.dtype == _OPAQUE and self.target.split(".")[1].endswith("_backward"):
+                if tensor.dtype == _OPAQUE and short_name(self.target).endswith("_backward"):
                     raise TypeError("it needs opaque bytes that only its own forward can leave")
                 made[key] = _scratch(tensor, device, fill)
         args = [_real(arg, made, device) for arg in self.args]

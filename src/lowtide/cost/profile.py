@@ -20,7 +20,7 @@ from lowtide.cost.cublas import library_bytes, with_library
 from lowtide.cost.measure import present_device
 from lowtide.cost.op_bench import Failure, OpCall, measure_calls
 from lowtide.errors import BadFile
-from lowtide.ir.graph import Graph, Op, Role, Tensor, argument_tensors
+from lowtide.ir.graph import Graph, Op, Role, Tensor, argument_tensors, short_name
 
 Progress: TypeAlias = Callable[[int, int], None]  # ops done, ops in all
 
@@ -148,7 +148,7 @@ def _costs_of(
     """The costs of all ops that have any, looked up or measured; `notes` get what could not be done."""
     wanted: dict[str, Op] = {}
     for op in graph.ops:
-        if (op.creates or op.mutates) and op.target != _FREE:
+        if (op.mutates or any(graph.values[value].bytes for value in op.creates)) and op.target != _FREE:
             wanted.setdefault(signature(op, graph), op)
     calls = {key: call_of(op, graph) for key, op in wanted.items()}
     costs = {} if store is None else store.get(calls)
@@ -205,14 +205,14 @@ def _forward_of(op: Op, graph: Graph) -> Op | None:
 
     The input may come from a call of the same kind (the layer before); the forward left the most.
     """
-    name = op.target.split(".")[1]
+    name = short_name(op.target)
     if not name.endswith("_backward"):
         return None
     creators = (graph.creator.get(tensor.value) for tensor in _arguments(op, graph))
     found = Counter(creator for creator in creators if creator is not None)
     likely = (graph.ops[creator] for creator, _ in found.most_common())
     return next(
-        (made for made in likely if made.target.split(".")[1] == name.removesuffix("_backward")), None
+        (made for made in likely if short_name(made.target) == name.removesuffix("_backward")), None
     )
 
 

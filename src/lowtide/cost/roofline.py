@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lowtide.cost.flops import flops_of
-from lowtide.ir.graph import Graph, Op, argument_tensors
+from lowtide.ir.graph import Graph, Op, argument_tensors, short_name
 from lowtide.ir.validate import item_bytes
 
 _HALF = ("float16", "bfloat16")
@@ -69,7 +69,7 @@ def estimated_seconds(op: Op, graph: Graph) -> float:
 def kind_of(op: Op, graph: Graph) -> Pace:
     """What sets the pace of `op`."""
     dtype = next((graph.tensors[tensor].dtype for tensor in argument_tensors(op)), "")
-    name = op.target.split(".")[1] if "." in op.target else op.target
+    name = short_name(op.target)
     if "convolution" in name:
         return Pace.CONVOLUTION
     if "attention" in name:

@@ -144,6 +144,11 @@ class Op:
         return f"{self.module}: {short}" if self.module else short
 
 
+def short_name(target: str) -> str:
+    """'convolution' for 'aten.convolution.default'; of an op that is not in a namespace all of its name."""
+    return target.split(".")[1] if "." in target else target
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of a module: the ops from `first` up to, not including, `stop` ran in it."""

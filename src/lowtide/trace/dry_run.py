@@ -22,7 +22,7 @@ from lowtide.compat.patches import patched
 from lowtide.compat.tensors import has_hooks
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotTrace
-from lowtide.ir.graph import Call, Graph, Op, Origin, Phase, Role
+from lowtide.ir.graph import Call, Graph, Op, Origin, Phase, Role, short_name
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
 from lowtide.ir.simulate import Timeline, simulate
 from lowtide.trace.attribution import Attribution
@@ -212,7 +212,7 @@ class StepRecorder(Recorder):
             return True
         value = self.builder.value_of(args[0])
         writers = (op for op in reversed(self.builder.ops) if value in (*op.creates, *op.mutates))
-        writer = next((op.target.split(".")[1] for op in writers), "")
+        writer = next((short_name(op.target) for op in writers), "")
         if args[0].dtype is torch.bool:
             return writer in ("all", "isfinite", "logical_not")
         finite = 0 if writer.startswith("_amp_") else 1  # a gradient scaler asks whether anything overflowed

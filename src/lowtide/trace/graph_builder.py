@@ -15,7 +15,7 @@ import torch
 from lowtide.compat.dispatch import schema_of
 from lowtide.compat.tensors import key_of_storage, leaves, storage_key, tensors_in
 from lowtide.errors import CannotTrace
-from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value
+from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value, short_name
 
 aten = torch.ops.aten
 
@@ -172,7 +172,7 @@ class GraphBuilder:
         skipped = {*updated, *(self.value_of(tensor) for tensor in _ignored(func, args))}
         known = (self.value_of(tensor) for tensor in tensors_in(args, kwargs))
         reads = tuple(dict.fromkeys(v for v in known if v is not None and v not in skipped))
-        short = target_name(func).split(".")[1] if "." in target_name(func) else target_name(func)
+        short = short_name(target_name(func))
         described = (tuple(map(self._arg, args)), tuple((k, self._arg(v)) for k, v in kwargs.items()))
         creates = [
             self.add_value(tensor, Role.INTERMEDIATE, short, module)

@@ -1,8 +1,9 @@
-"""What captured graphs return to the code that calls them, and until when that code holds it.
+"""What captured graphs return, and what runs around them makes: until when it is really held.
 
-A schedule drops a value after the last op that reads it. What a graph returns must be there when its forward
-ends, also if nobody reads it then: a block that returns `(x, attention)` to a caller that drops the
-attention. And whoever keeps it a while longer, in a variable that is overwritten later, keeps its memory.
+A schedule drops a value after the last op that touches it. Around captured graphs, nothing follows a
+schedule: what a graph returns must be there when its forward ends, also if nobody reads it then (a block that
+returns `(x, attention)` to a caller that drops the attention); a variable that is overwritten later keeps
+its tensor till then; and a formula of autograd, of a loss say, keeps what it makes on the way till it is over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowtide.ir.graph import Graph, Op, Phase
+from lowtide.ir.graph import Graph, Op
 from lowtide.ir.recomputable import BETWEEN_GRAPHS, HANDED_ON, between_graphs
 from lowtide.trace.graph_builder import GraphBuilder
 
@@ -28,14 +29,15 @@ class _Return:
     let_go: int | None = None
 
 
-class Returned:
-    """Notes what sections return, and when it is let go of."""
+class Held:
+    """Notes what sections return and when it is let go of, and when values are given back."""
 
     def __init__(self, builder: GraphBuilder) -> None:
         self._builder = builder
         self._returns: list[_Return] = []
+        self._deaths: dict[int, int] = {}  # value -> how many ops had run
 
-    def note(self, section: int, results: Iterable[object]) -> None:
+    def returned(self, section: int, results: Iterable[object]) -> None:
         """The forward of `section` ends with these results."""
         now = len(self._builder.ops)
         for result in results:
@@ -48,13 +50,21 @@ class Returned:
     def _let_go(self, made: _Return) -> None:
         made.let_go = len(self._builder.ops)
 
-    def held_in(self, graph: Graph) -> Graph:
-        """`graph` with ops that hold what was returned and that nothing outside of its section reads."""
+    def died(self, value: int) -> None:
+        """The storage of `value` has just been given back."""
+        self._deaths[value] = len(self._builder.ops)
+
+    def in_graph(self, graph: Graph) -> Graph:
+        """`graph` with ops that hold what is held around its sections longer than anything touches it."""
         held: dict[tuple[int, int], set[int]] = {}  # (before which op, of which section) -> values
         for made in self._returns:
             if made.let_go is not None and _is_dropped(made, graph):
                 section = made.section if made.let_go == made.ended else BETWEEN_GRAPHS
                 held.setdefault((made.let_go, section), set()).add(made.value)
+        for value, touched in _touched_last_outside(graph).items():
+            place = _outside_of_sections(graph, self._deaths.get(value, 0))
+            if place > touched + 1:
+                held.setdefault((place, BETWEEN_GRAPHS), set()).add(value)
         return _with_holding(graph, held) if held else graph
 
 
@@ -65,11 +75,29 @@ def _is_dropped(made: _Return, graph: Graph) -> bool:
     return all(graph.ops[reader].section == made.section for reader in graph.readers.get(made.value, ()))
 
 
+def _touched_last_outside(graph: Graph) -> Mapping[int, int]:
+    """The values that an op outside of all sections is the last to touch, each with that op."""
+    last = {value: op.id for op in graph.ops for value in (*op.creates, *op.reads, *op.mutates)}
+    outside = {value: op for value, op in last.items() if graph.ops[op].section == BETWEEN_GRAPHS}
+    return {value: op for value, op in outside.items() if value in graph.creator}
+
+
+def _outside_of_sections(graph: Graph, place: int) -> int:
+    """`place`, or where the section that is there began to run: what runs in one is not to be parted."""
+    while 0 < place < len(graph.ops):
+        before, after = graph.ops[place - 1], graph.ops[place]
+        if after.section == BETWEEN_GRAPHS or (before.section, before.phase) != (after.section, after.phase):
+            break
+        place -= 1
+    return place
+
+
 def _with_holding(graph: Graph, held: Mapping[tuple[int, int], set[int]]) -> Graph:
     looks = {tensor.value: tensor.id for tensor in graph.tensors}
     before: dict[int, list[Op]] = {}
     for (place, section), values in held.items():
-        holding = between_graphs(HANDED_ON, Phase.FORWARD, {value: looks[value] for value in sorted(values)})
+        phase = graph.ops[place - 1].phase
+        holding = between_graphs(HANDED_ON, phase, {value: looks[value] for value in sorted(values)})
         before.setdefault(place, []).append(replace(holding, section=section))
     ops: list[Op] = []
     for place, op in enumerate((*graph.ops, None)):

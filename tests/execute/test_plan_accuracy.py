@@ -24,7 +24,7 @@ def _fresh_dynamo() -> Iterator[None]:
 def assert_peak_is_predicted(
     model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor], budget: str = "min"
 ) -> None:
-    """What the step of a plan holds is what was predicted, but for a few numbers. No op of it has a workspace."""
+    """What the step of a plan holds is what was predicted, but for a few numbers."""
     solution = lowtide.plan(model, (batch,), loss=loss, budget=budget, effort="quick", profile=False)
     lowtide.apply(model, solution)
 

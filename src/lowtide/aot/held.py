@@ -3,7 +3,7 @@
 A schedule drops a value after the last op that touches it. Around captured graphs, nothing follows a
 schedule: what a graph returns must be there when its forward ends, also if nobody reads it then (a block that
 returns `(x, attention)` to a caller that drops the attention); a variable that is overwritten later keeps
-its tensor till then; and a formula of autograd, of a loss say, keeps what it makes on the way till it is over.
+its tensor till then; and a formula of autograd, of a loss say, keeps what it makes till it is over.
 """
 
 from __future__ import annotations

@@ -211,9 +211,7 @@ def _forward_of(op: Op, graph: Graph) -> Op | None:
     creators = (graph.creator.get(tensor.value) for tensor in _arguments(op, graph))
     found = Counter(creator for creator in creators if creator is not None)
     likely = (graph.ops[creator] for creator, _ in found.most_common())
-    return next(
-        (made for made in likely if short_name(made.target) == name.removesuffix("_backward")), None
-    )
+    return next((made for made in likely if short_name(made.target) == name.removesuffix("_backward")), None)
 
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

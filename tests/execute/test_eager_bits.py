@@ -51,7 +51,7 @@ CHECKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_linear_algebra_that_checks_what_it_is_given(name: str) -> None:
     model = Around(CHECKED[name], 9, 6)
     assert_trains_like_plain(model, torch.randn(9, 6), profile=True)
-    with pytest.raises(torch.linalg.LinAlgError):
+    with pytest.raises(RuntimeError, match="linalg"):
         model(torch.zeros(9, 6))
     (solution,) = plans_of(model)
     assert isinstance(solution, GraphSolution)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.aot.held import Holding
+from lowtide.aot.held import HeldAround
 from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections, dynamo
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import uncompiled
@@ -183,7 +183,7 @@ class _GraphRecorder(Recorder):
     ) -> None:
         super().__init__(builder, twins)
         modules = Modules(model)
-        self._held = Holding(builder)
+        self._held = HeldAround(builder)
         self.sections = Sections(modules, assumptions, self._is_zero, self._held.returned)
         self._eagerly = Eagerly(model, modules)
         self._leaves: list[Resident] = []  # what may get a gradient

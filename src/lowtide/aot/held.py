@@ -29,7 +29,7 @@ class _Return:
     let_go: int | None = None
 
 
-class Holding:
+class HeldAround:
     """Notes what sections return and when it is let go of, and when values are given back."""
 
     def __init__(self, builder: GraphBuilder) -> None:

@@ -35,7 +35,7 @@ from lowtide.chain.plan import Plan
 from lowtide.chain.unroll import replay
 from lowtide.cost.measure import growth, measure, record_cpu, seconds_of
 from lowtide.errors import InfeasibleBudget
-from lowtide.execute.layer_hooks import apply, remove
+from lowtide.execute.apply import apply, remove
 from lowtide.planner.api import optimize
 from lowtide.planner.compare import compare
 from lowtide.planner.layers import Rehearsal

@@ -178,10 +178,10 @@ def test_recomputing_whole_blocks_gathers_no_weights_again(case: str, found: Fou
 def test_a_new_shape_that_all_ranks_meet_is_planned_for_by_all_of_them(found: Found) -> None:
     for rank in found("shapes"):
         assert len(rank["losses"]) == 3
-        told = [text for text in rank["warnings"] if text.startswith("GPT was planned for")]
+        told = [text for text in rank["warnings"] if text.startswith("lowtide: the model meets inputs")]
         assert told == [
-            "GPT was planned for inputs int64[8, 64] and is given int64[4, 64]. "
-            "New inputs are planned for when they are met first."
+            "lowtide: the model meets inputs without a plan (int64[4, 64] instead of int64[8, 64]). They are "
+            "planned for now, under the same budget, and remembered; so are others from now on."
         ]
 
 

@@ -17,7 +17,7 @@ from lowtide import zoo
 from lowtide.chain.plan import Plan
 from lowtide.cost.measure import measure
 from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
-from lowtide.execute.layer_hooks import apply, plans_of, remove
+from lowtide.execute.apply import apply, plans_of, remove
 from lowtide.planner.api import optimize, plan
 from lowtide.planner.layers import Rehearsal
 from lowtide.solvers.solution import Solution, Status
@@ -185,7 +185,7 @@ DISTRIBUTED = textwrap.dedent(
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     from lowtide.planner.api import plan
-    from lowtide.execute.layer_hooks import apply
+    from lowtide.execute.apply import apply
 
     def model():
         torch.manual_seed(0)
@@ -312,7 +312,7 @@ def test_under_a_budget_other_inputs_are_planned_for_when_they_are_met(
     resident = sum(parameter.numel() * 4 for parameter in model.parameters())
     optimize(model, BATCH, budget=f"{budget}%", method="rotor", loss=square, profile=False)
     least = Rehearsal(plain, BATCH, square, profile=False).plain.peak_bytes * budget // 100
-    with pytest.warns(UserWarning, match="New inputs are planned for when they are met first"):
+    with pytest.warns(UserWarning, match="planned for now, under the same budget"):
         planned_growth(model, *others[0])
     for args in others:
         growth = planned_growth(model, *args)
@@ -331,7 +331,7 @@ def test_a_batch_for_which_no_plan_fits_is_refused_before_it_runs() -> None:
     model = tanh_chain(8)
     optimize(model, BATCH, budget="70%", method="rotor", loss=square, profile=False)
     with (
-        pytest.warns(UserWarning, match="New inputs are planned for"),
+        pytest.warns(UserWarning, match="They are planned for now"),
         pytest.raises(InfeasibleBudget, match="no plan of rotor fits"),
     ):
         model(torch.randn(10_000, 64))
@@ -342,9 +342,9 @@ def test_a_copy_of_an_optimized_model_plans_for_itself() -> None:
     model = tanh_chain(8)
     optimize(model, BATCH, budget="70%", method="rotor", loss=square, profile=False)
     copied = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="New inputs are planned for"):
+    with pytest.warns(UserWarning, match="They are planned for now"):
         square(copied(torch.randn(100, 64))).backward()
-    assert [plan.chain.inputs for plan in plans_of(copied)] == [
+    assert [plan.chain.inputs for plan in plans_of(copied) if isinstance(plan, Solution)] == [
         ("float32[512, 64]",),
         ("float32[100, 64]",),
     ]

@@ -15,7 +15,7 @@ from torch import nn
 import lowtide.planner.layers
 from lowtide.cost.measure import measure
 from lowtide.errors import BadRequest, CannotApply, DeviceMissing, UnknownMethod
-from lowtide.execute.layer_hooks import apply
+from lowtide.execute.apply import apply
 from lowtide.planner.compare import Comparison, Row, compare
 from lowtide.planner.layers import Rehearsal
 from lowtide.solvers import methods

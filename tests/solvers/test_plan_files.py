@@ -17,7 +17,7 @@ from torch import nn
 from lowtide.chain.chain import Chain, Kind
 from lowtide.chain.plan import Plan
 from lowtide.errors import BadFile, CannotApply
-from lowtide.execute.layer_hooks import apply
+from lowtide.execute.apply import apply
 from lowtide.ir.graph import Call
 from lowtide.planner.layers import Rehearsal
 from lowtide.solvers import solve

@@ -3,13 +3,16 @@
 A chain is cut between ops; a model is entered through the calls of its modules. A *unit* is the largest
 call that no segment's end lies inside of: it is run, and run again, as a whole. Segments begin and end
 when a unit does.
+
+A model may take another path than the one that was planned, and skip units. So a segment has no edge of its
+own: it begins at the first moment that is not before its start, and ends at the first that is not before its
+stop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from lowtide.chain.chain import Chain
 from lowtide.chain.plan import Plan
@@ -20,28 +23,31 @@ Unit = tuple[str, int]  # a module, and the how-maniest call of it within one ca
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
-    """The moment when the call of a unit begins, or when it ends."""
+class Span:
+    """The ops from `first` up to, not including, `stop`."""
 
-    unit: Unit
-    ends: bool
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class SegmentPlacement:
-    """The units of a model, and what happens at their edges: segments close, then others open.
+    """The units of a model, and the segments of a plan, as ops of the step that was planned.
 
-    `opens` counts the segments that open there. The model's own call is the unit ("", 0).
+    `entered` are the calls that are no units and hold some: their parts are run one by one. `segments` come
+    in the order in which they begin, outer ones first. `carried_bytes` says for places at which segments
+    begin how large the tensor is that they begin with.
     """
 
-    units: frozenset[Unit]
-    opens: dict[Edge, int] = field(default_factory=dict)
-    closes: dict[Edge, int] = field(default_factory=dict)
+    units: Mapping[Unit, Span]
+    entered: Mapping[Unit, Span]
+    model: Span
+    segments: tuple[Span, ...]
+    carried_bytes: Mapping[int, int]
 
-    @cached_property
-    def edges(self) -> frozenset[Edge]:
-        """The edges at which something happens."""
-        return frozenset({*self.opens, *self.closes})
+    def span(self, call: Unit) -> Span | None:
+        """The ops of a call that was planned, unless it is within a unit."""
+        return self.units.get(call) or self.entered.get(call)
 
 
 def place(chain: Chain, plan: Plan) -> SegmentPlacement:
@@ -58,20 +64,20 @@ def place(chain: Chain, plan: Plan) -> SegmentPlacement:
             "Make a plan for a model with lowtide.plan."
         )
     root, inner = chain.calls[0], chain.calls[1:]
-    used = sorted({chain.places[end] for segment in plan.walk() for end in (segment.start, segment.stop)})
-    stop = root.stop
-    inside = [position for position in used if root.first < position < stop]
-    units = list(_units(inner, inside))
-    edges = _edges(root, inner, units)
-    opens: dict[Edge, int] = {}
-    closes: dict[Edge, int] = {}
-    for segment in plan.walk():
-        opening = edges[chain.places[segment.start]]
-        closing = edges[min(chain.places[segment.stop], stop)]
-        opens[opening] = opens.get(opening, 0) + 1
-        closes[closing] = closes.get(closing, 0) + 1
-    names = frozenset({(unit.module, unit.call) for unit in units})
-    return SegmentPlacement(names, opens, closes)
+    segments = tuple(
+        Span(chain.places[segment.start], min(chain.places[segment.stop], root.stop))
+        for segment in plan.walk()
+    )
+    ends = sorted({end for segment in segments for end in (segment.first, segment.stop)})
+    units = list(_units(inner, [end for end in ends if root.first < end < root.stop]))
+    inside = set(units)
+    return SegmentPlacement(
+        units=_spans(units),
+        entered=_spans(call for call in inner if call not in inside and not _is_in_one(call, units)),
+        model=Span(root.first, root.stop),
+        segments=segments,
+        carried_bytes=dict(zip(chain.places, chain.output_bytes, strict=True)),
+    )
 
 
 def _units(calls: tuple[Call, ...], inside: list[int]) -> Iterator[Call]:
@@ -83,18 +89,9 @@ def _units(calls: tuple[Call, ...], inside: list[int]) -> Iterator[Call]:
             reached = call.stop
 
 
-def _edges(root: Call, calls: tuple[Call, ...], units: list[Call]) -> dict[int, Edge]:
-    """The edge at each place in the order of ops.
+def _is_in_one(call: Call, units: list[Call]) -> bool:
+    return any(unit.first <= call.first and call.stop <= unit.stop for unit in units)
 
-    Where there is a choice, that of a unit, and the end of one rather than the beginning of the next.
-    The call of a module that is entered in parts has edges too: its last part may be no unit's.
-    """
-    edges: dict[int, Edge] = {}
-    for group in (calls, units):
-        for call in group:
-            edges[call.first] = Edge((call.module, call.call), ends=False)
-        for call in group:
-            edges[call.stop] = Edge((call.module, call.call), ends=True)
-    edges[root.first] = Edge(("", 0), ends=False)
-    edges[root.stop] = Edge(("", 0), ends=True)
-    return edges
+
+def _spans(calls: Iterable[Call]) -> dict[Unit, Span]:
+    return {(call.module, call.call): Span(call.first, call.stop) for call in calls}

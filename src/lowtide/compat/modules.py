@@ -31,7 +31,7 @@ PRIVATE = (
 )
 
 TENSORS_AND_SUBMODULES = ("_parameters", "_buffers", "_modules")  # what a module keeps these in
-NormWithStatistics = nn.modules.batchnorm._NormBase
+OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # what every module has, whatever its class
 
 
 def parameters_of(module: nn.Module) -> dict[str, torch.nn.Parameter | None]:
@@ -42,6 +42,17 @@ def parameters_of(module: nn.Module) -> dict[str, torch.nn.Parameter | None]:
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The buffers that a module itself has, in its own dictionary: to be changed."""
     return module._buffers
+
+
+def updates_statistics(module: nn.Module) -> bool:
+    """Whether a forward of `module` would write to all its buffers and read none: PyTorch's norms do."""
+    is_norm = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+    return is_norm and type(module).forward.__module__.startswith("torch.nn.modules.")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own around its forward or its backward."""
+    return any(_hooks_of(module))
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

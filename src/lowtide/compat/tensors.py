@@ -80,8 +80,8 @@ def reference_counts(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor, or a view of its storage, was written to."""
-    return tensor._version
+    """How often a tensor, or a view of its storage, was written to; tensors of inference do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

@@ -31,12 +31,8 @@ from lowtide.distributed.steps import (
     ShardedRehearsal,
 )
 from lowtide.errors import BadRequest
-from lowtide.execute.apply import remove
 from lowtide.execute.identity import described_inputs, fingerprint
-from lowtide.execute.layer_hooks import Model
-from lowtide.execute.layer_hooks import apply as apply_segments
-from lowtide.execute.layer_hooks import remove as remove_segments
-from lowtide.execute.ops_forward import reroute
+from lowtide.execute.ops_forward import Model, reroute
 from lowtide.planner.api import ON_NEW_SHAPE, refuse_cutting, refuse_op_level_requests
 from lowtide.planner.layers import Rehearsal
 from lowtide.solvers import default_method, is_scheduler
@@ -170,14 +166,14 @@ def optimize(
     solution = None if example is None else planner(model, *arguments(example))
     may_plan = on_new_shape == "plan" and isinstance(engine, Replicated)
     on_new_inputs = "warn" if may_plan else "error"
-    if planner.plans_ops:
-        assert solution is None or isinstance(solution, GraphSolution)
-        reroute(model, solution, on_new_inputs=on_new_inputs, accumulate=accumulate, replan=planner.of_ops)
-        remove_segments(model)
-        return model
-    assert solution is None or isinstance(solution, Solution)
-    remove(model)
-    return apply_segments(model, solution, on_new_inputs=on_new_inputs, replan=planner.of_layers)
+    return reroute(
+        model,
+        solution,
+        on_new_inputs=on_new_inputs,
+        accumulate=accumulate,
+        replan=planner,
+        of_layers=not planner.plans_ops,
+    )
 
 
 @dataclass
@@ -234,18 +230,6 @@ class _Planner:
         if plan.budget_bytes is not None:
             self.budget = Budget.parse(plan.budget_bytes)
         return plan
-
-    def of_ops(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSolution:
-        """A plan of ops, for inputs that are new."""
-        solution = self(model, args, kwargs)
-        assert isinstance(solution, GraphSolution)
-        return solution
-
-    def of_layers(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Solution:
-        """A plan of layers, for inputs that are new."""
-        solution = self(model, args, kwargs)
-        assert isinstance(solution, Solution)
-        return solution
 
     def _facts(self, model: nn.Module, example: Arguments) -> Mapping[str, str]:
         return {

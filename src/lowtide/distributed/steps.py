@@ -18,8 +18,7 @@ from lowtide.chain.unroll import replay
 from lowtide.cost.price import with_costs
 from lowtide.distributed.ddp import copying_outputs, replicated, with_buckets
 from lowtide.distributed.fsdp import Shard, hollow, trace_sharded
-from lowtide.execute.apply import set_aside
-from lowtide.execute.layer_hooks import apply as apply_segments
+from lowtide.execute.apply import apply, set_aside
 from lowtide.ir.graph import Graph
 from lowtide.planner.layers import Rehearsal
 from lowtide.planner.ops import StepBudget
@@ -116,7 +115,7 @@ class ShardedRehearsal(Rehearsal):
     def _trace(self, solution: Solution | None) -> Trace:
         tried = self._hollow()
         if solution is not None:
-            apply_segments(tried, solution)
+            apply(tried, solution)
         assert self.optimizer is None or isinstance(self.optimizer, str), (
             "an optimizer that exists is over whole parameters"
         )

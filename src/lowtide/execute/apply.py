@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeVar
-
-from torch import nn
-
 from lowtide.errors import BadRequest
-from lowtide.execute import layer_hooks, ops_forward
+from lowtide.execute.ops_forward import Model, plans_of, remove, reroute, set_aside
 from lowtide.solvers.solution import GraphSolution, Solution
 
-Model = TypeVar("Model", bound=nn.Module)
+__all__ = ["Model", "apply", "plans_of", "remove", "set_aside"]
 
 
 def apply(
@@ -38,36 +32,9 @@ def apply(
         CannotApply: the plan was made for a model with other parameters, another torch or another device.
         BadRequest: the plan was made from sizes, or from a graph, alone.
     """
-    if isinstance(solution, GraphSolution):
-        ops_forward.reroute(model, solution, on_new_inputs=on_new_inputs, accumulate=accumulate)
-        layer_hooks.remove(model)
-        return model
-    if not isinstance(solution, Solution):
+    if not isinstance(solution, Solution | GraphSolution):
         raise BadRequest(
             f"a plan is what lowtide.plan and lowtide.load_solution return, not a {type(solution).__name__}."
         )
-    with set_aside(model):
-        layer_hooks.apply(model, solution, on_new_inputs=on_new_inputs)  # raises before anything changes
-    remove(model)
-    return layer_hooks.apply(model, solution, on_new_inputs=on_new_inputs)
-
-
-def remove(model: nn.Module) -> None:
-    """Take a plan off `model`, if it has one."""
-    layer_hooks.remove(model)
-    ops_forward.restore(model)
-
-
-def plans_of(model: nn.Module) -> tuple[Solution | GraphSolution, ...]:
-    """The plans that `model` trains by, one for each kind of inputs, in the order in which it met them.
-
-    None are there before the first batch of a model that was optimized without an example.
-    """
-    return layer_hooks.plans_of(model) or ops_forward.plans_of(model)
-
-
-@contextmanager
-def set_aside(model: nn.Module) -> Iterator[None]:
-    """The plain model while the block runs; afterwards with the plan that it had before, if any."""
-    with ops_forward.own_forward(model), layer_hooks.set_aside(model):
-        yield
+    of_layers = isinstance(solution, Solution)
+    return reroute(model, solution, on_new_inputs=on_new_inputs, accumulate=accumulate, of_layers=of_layers)

@@ -16,7 +16,12 @@ _MOST_NAMED = 3  # hooks or modules in a row; more of them are told apart by a d
 
 
 def circumstances(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: str | None = None,
+    *,
+    with_hooks: bool = True,
 ) -> tuple[str, ...]:
     """Everything that decides which ops a model runs: its inputs, autocast, modes, what is frozen, and hooks.
 
@@ -37,7 +42,8 @@ def circumstances(
     if others:
         mode = "in evaluation" if model.training else "in training"
         found.append(f"{mode}: {_digest(others) if len(others) > _MOST_NAMED else ', '.join(others)}")
-    hooks = [f"{_name(hook)} on {path or 'all modules'}" for path, hook in hooks_below(modules)]
+    hooked = hooks_below(modules) if with_hooks else ()
+    hooks = [f"{_name(hook)} on {path or 'all modules'}" for path, hook in hooked]
     if hooks:
         found.append(f"hooks {_digest(hooks) if len(hooks) > _MOST_NAMED else ', '.join(hooks)}")
     return tuple(found)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowtide.aot.sections import compiling
 from lowtide.compat.dynamo_caches import forget_compiled
-from lowtide.execute.layer_hooks import by_layers
+from lowtide.execute.layer_hooks import LayerCourse
 from lowtide.execute.ops_graphs import Execution
 from lowtide.solvers.solution import GraphSolution, Solution
 
@@ -42,16 +42,26 @@ class OpsCourse:
             return self.compiled(model, *args, **kwargs) if self.is_method else self.compiled(*args, **kwargs)
 
 
+def check_layers(model: nn.Module, solution: Solution) -> None:
+    """Raise what `course_of` would, without putting anything to work."""
+    LayerCourse(model, solution, astray=lambda how: None)
+
+
 def course_of(
-    model: nn.Module, solution: Solution | GraphSolution, own: Callable[..., Any] | None = None
+    model: nn.Module,
+    solution: Solution | GraphSolution,
+    own: Callable[..., Any] | None,
+    astray: Callable[[str], None],
 ) -> Course:
     """`solution` at work in `model`, whose forward is `own`, or that of its class.
+
+    `astray` is told how the model has left the path that was planned, where that can be gone on with.
 
     Raises:
         CannotApply: the plan was made for a model with other parameters.
     """
     if isinstance(solution, Solution):
-        return by_layers(model, solution)
+        return LayerCourse(model, solution, astray)
     execution = Execution(solution.graph, solution.schedule)
     backend = execution.backend
     compiled = torch.compile(own or type(model).forward, backend=backend, dynamic=False)

@@ -1,8 +1,9 @@
-"""A model whose forward runs as a schedule plans it.
+"""A model whose forward runs as it was planned.
 
-The model's `forward` is replaced, on this one instance, by an object that hands it to Dynamo with a
-backend of ours (see `execution`). Class, parameters, hooks and the keys of `state_dict` stay. Where
-gradients are off, or the model is in another mode than when it was planned, nothing happens at all.
+The model's `forward` is replaced, on this one instance, by an object that runs it by a plan for what it is
+called with: hands it to Dynamo with a backend of ours, or follows the calls of its modules (see `courses`).
+Class, parameters, hooks and the keys of `state_dict` stay. Where gradients are off, or the model is in
+another mode than when it was planned, nothing happens at all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lowtide.compat.ddp import let_go_of_old_buckets
 from lowtide.compat.modules import is_replica, module_being_called
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute.circumstances import circumstances
-from lowtide.execute.courses import Course, OpsCourse, course_of
+from lowtide.execute.courses import Course, OpsCourse, check_layers, course_of
 from lowtide.execute.identity import fingerprint
 from lowtide.solvers.solution import GraphSolution, Solution
 
@@ -41,28 +42,31 @@ def reroute(
     on_new_inputs: str = "warn",
     accumulate: int = 1,
     replan: Replan | None = None,
+    of_layers: bool = False,
 ) -> Model:
     """Make `model` train as `solution` plans, in place, and return it; see `lowtide.apply`.
 
     Without a solution, `replan` makes one for the first inputs of its training, whatever they are. Its plans
-    may be of layers.
+    may be of layers, and `of_layers` says that all are: these run hooks as they come.
     """
     if on_new_inputs not in ON_NEW_INPUTS:
         raise BadRequest(f"on_new_inputs is {on_new_inputs!r}; it is one of {', '.join(ON_NEW_INPUTS)}.")
     if isinstance(solution, GraphSolution):
         check(model, solution)
+    elif solution is not None:
+        check_layers(model, solution)
     before = model.__dict__.get(_FORWARD)
-    restore(model)
-    solutions = {} if solution is None else {_inputs(model, solution): solution}
-    route = _Route(model, solutions, on_new_inputs, accumulate, replan)
+    remove(model)
+    solutions = {} if solution is None else {_inputs(model, solution, of_layers): solution}
+    route = _Route(model, solutions, on_new_inputs, accumulate, replan, of_layers)
     if isinstance(before, _Route) and before.model is model:
         route.take_over(before)
     model.__dict__[_FORWARD] = route
     return model
 
 
-def restore(model: nn.Module) -> None:
-    """Give `model` its own forward back, if it has another."""
+def remove(model: nn.Module) -> None:
+    """Take a plan off `model`, if it has one."""
     route = model.__dict__.get(_FORWARD)
     if isinstance(route, _Route):
         del model.__dict__[_FORWARD]
@@ -71,20 +75,23 @@ def restore(model: nn.Module) -> None:
 
 
 def plans_of(model: nn.Module) -> tuple[Solution | GraphSolution, ...]:
-    """The plans that `model` has, one for each kind of inputs, in the order in which it met them."""
+    """The plans that `model` trains by, one for each kind of inputs, in the order in which it met them.
+
+    None are there before the first batch of a model that was optimized without an example.
+    """
     route = model.__dict__.get(_FORWARD)
     return tuple(route.solutions.values()) if isinstance(route, _Route) else ()
 
 
 @contextmanager
-def own_forward(model: nn.Module) -> Iterator[None]:
-    """The model with its own forward while the block runs."""
+def set_aside(model: nn.Module) -> Iterator[None]:
+    """The plain model while the block runs; afterwards with the plan that it had before, if any."""
     route = model.__dict__.get(_FORWARD)
-    restore(model)
     try:
+        remove(model)
         yield
     finally:
-        restore(model)
+        remove(model)
         if isinstance(route, _Route):
             model.__dict__[_FORWARD] = route
 
@@ -131,6 +138,7 @@ class _Route:
         on_new_inputs: str,
         accumulate: int,
         replan: Replan | None,
+        of_layers: bool,
     ) -> None:
         self.own: Callable[..., Any] | None = model.__dict__.get(_FORWARD)
         self.__signature__ = inspect.signature(model.forward)  # trainers look at it
@@ -140,6 +148,7 @@ class _Route:
         self._on_new_inputs = on_new_inputs
         self._accumulate = accumulate
         self._replan = replan
+        self._of_layers = of_layers
         self._courses: dict[tuple[str, ...], Course] = {}
         self._told: set[str] = set()
 
@@ -175,16 +184,26 @@ class _Route:
 
     def _course(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
         """How to run the model on these arguments; None: as if there was no plan."""
-        inputs = circumstances(model, args, kwargs)
+        inputs = circumstances(model, args, kwargs, with_hooks=not self._of_layers)
         if inputs in self._courses:
             return self._courses[inputs]
         if inputs not in self.solutions:
             if self._replan is None or (self.solutions and self._on_new_inputs == "error"):
                 self._refuse_or_warn(inputs)
-                return None
-            self.solutions[inputs] = self._planned(self._replan, inputs, model, args, kwargs)
-        self._courses[inputs] = course_of(model, self.solutions[inputs], self.own)
+                if not self._of_layers:
+                    return None
+                inputs = next(iter(self.solutions))  # layers can be run again whatever the batch is
+            else:
+                self.solutions[inputs] = self._planned(self._replan, inputs, model, args, kwargs)
+        if inputs not in self._courses:
+            self._courses[inputs] = course_of(model, self.solutions[inputs], self.own, self._astray)
         return self._courses[inputs]
+
+    def _astray(self, how: str) -> None:
+        self._unplanned(
+            f"the model took another path than the one that was planned: {how}.",
+            "Plan for the path that it takes.",
+        )
 
     def _planned(
         self,
@@ -219,12 +238,15 @@ class _Route:
         if self._on_new_inputs == "error":
             raise CannotApply(f"{problem} {what_to_do}")
         if self._on_new_inputs == "warn":
-            self._tell(
-                problem, f"{problem} The model runs without a plan, and may exceed the budget. {what_to_do}"
+            outcome = (
+                "Gradients are right, but the peak is not the promised one."
+                if self._of_layers
+                else "The model runs without a plan, and may exceed the budget."
             )
+            self._tell(problem, f"{problem} {outcome} {what_to_do}")
 
     def _tell_of_gradients(self, model: nn.Module) -> None:
-        if self._accumulate > 1 or "gradients" in self._told:
+        if self._of_layers or self._accumulate > 1 or "gradients" in self._told:
             return
         if any(parameter.grad is not None for parameter in model.parameters()):
             self._tell(
@@ -279,17 +301,26 @@ class _Route:
         return self._again_for(copied, copy.deepcopy(self.own, memo))
 
     def __reduce__(self) -> Any:
+        if self._of_layers:
+            return _unpickled, ({**vars(self), "_model": None, "_courses": {}, "__signature__": None},)
         raise pickle.PicklingError(
             "a model with a plan cannot be pickled whole. Save its state_dict, or take the plan off first: "
             "lowtide.remove(model)."
         )
 
 
-def _inputs(model: nn.Module, solution: Solution | GraphSolution) -> tuple[str, ...]:
+def _unpickled(attributes: dict[str, Any]) -> _Route:
+    """What stood in for the forward of a model that was pickled, until that one's copy is called."""
+    route = _Route.__new__(_Route)
+    route.__dict__.update(attributes, _model=lambda: None)
+    return route
+
+
+def _inputs(model: nn.Module, solution: Solution | GraphSolution, of_layers: bool) -> tuple[str, ...]:
     """The circumstances that a plan was made for; a plan of layers is taken to be made here and now."""
     if isinstance(solution, GraphSolution):
         return solution.inputs
-    return (*solution.chain.inputs, *circumstances(model, (), {}))
+    return (*solution.chain.inputs, *circumstances(model, (), {}, with_hooks=not of_layers))
 
 
 def _difference(inputs: tuple[str, ...], known: Mapping[tuple[str, ...], Any]) -> str:

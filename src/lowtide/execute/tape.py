@@ -3,12 +3,13 @@
 What is written down is what the user's code did: calls of its own modules, and between them calls of
 torch functions (a residual sum, `torch.flatten`). Running it again calls the same modules and functions
 in the same order. Tensors that the stretch makes are not held: an entry says where an argument comes
-from, not what it is.
+from, not what it is. What it has not made it sees again as it was: see `originals`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.compat.trees import tree_flatten, tree_map
+from lowtide.execute.originals import Original, Originals, changes_its_first, written_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,14 @@ class Slot:
     """Stands for a tensor that the stretch was given or makes."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Stands for a generator of random numbers, at the state from which the first run drew."""
+
+    generator: torch.Generator
+    state: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,7 @@ class TapeSlots:
     """
 
     def __init__(self) -> None:
+        self.originals = Originals()
         self._scopes: list[WeakIdKeyDictionary] = []
         self._count = 0
 
@@ -91,12 +102,14 @@ class TapeSlots:
         return found
 
     def written(self, arguments: Any) -> Any:
-        """`arguments` with slots in place of the tensors that have one."""
+        """`arguments` with slots, or originals, in place of tensors, and with the states of generators."""
         return tree_map(self._named, arguments)
 
     def _named(self, leaf: Any) -> Any:
-        number = self.number(leaf) if isinstance(leaf, torch.Tensor) else None
-        return leaf if number is None else Slot(number)
+        if isinstance(leaf, torch.Tensor):
+            number = self.number(leaf)
+            return self.originals.of(leaf) if number is None else Slot(number)
+        return Drawing(leaf, leaf.get_state()) if isinstance(leaf, torch.Generator) else leaf
 
     def fills(self, result: Any) -> dict[int, int]:
         """Slots for the tensors in `result`."""
@@ -109,11 +122,14 @@ class TapeSlots:
 
 
 class Listening(TorchFunctionMode):
-    """Writes down on `tape` the torch functions that are called while it is on."""
+    """Writes down on `tape` the torch functions that are called while it is on.
+
+    Without a tape it does no more than keep the originals of what is written to.
+    """
 
     def __init__(self, slots: TapeSlots) -> None:
         super().__init__()
-        self.tape = Tape(())
+        self.tape: Tape | None = None
         self._slots = slots
 
     def __torch_function__(
@@ -124,17 +140,20 @@ class Listening(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if self.tape is None:
+            self._keep_originals(func, args, kwargs)
+            return func(*args, **kwargs)
         written = self._slots.written((args, kwargs))
+        self._keep_originals(func, args, kwargs)
         result = func(*args, **kwargs)
         fills = self._slots.fills(result)
-        if fills or _changes(func):  # a question about a shape need not be asked again
+        if fills or changes_its_first(func):  # a question about a shape need not be asked again
             self.tape.entries.append(Made(func, written[0], written[1], fills))
         return result
 
-
-def _changes(func: Any) -> bool:
-    """Whether a function that returns no tensor does something all the same (`x[0] = 1`)."""
-    return getattr(func, "__name__", "") in ("__setitem__", "__set__")
+    def _keep_originals(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for tensor in written_by(func, args, kwargs):
+            self._slots.originals.before_writing(tensor)
 
 
 Nested: TypeAlias = Callable[["Tape", Sequence[torch.Tensor], Callable[[], None]], None]
@@ -142,36 +161,53 @@ Nested: TypeAlias = Callable[["Tape", Sequence[torch.Tensor], Callable[[], None]
 
 def replay_tape(tape: Tape, tensors: Sequence[torch.Tensor], nested: Nested) -> None:
     """Run `tape` from `tensors`. `nested(tape, tensors, run)` decides how a stretch inside is run."""
-    environment = dict(zip(tape.given, tensors, strict=True))
+    environment = _Environment(dict(zip(tape.given, tensors, strict=True)))
     _run(tape, environment, nested, frozenset())
 
 
-def _run(
-    tape: Tape,
-    environment: dict[int, torch.Tensor],
-    nested: Nested,
-    needed_after: frozenset[int],
-) -> None:
+@dataclass
+class _Environment:
+    """What is at hand while stretches are run again: tensors by slot, and originals."""
+
+    slots: dict[int, torch.Tensor]
+    originals: dict[Original, torch.Tensor] = field(default_factory=dict)
+
+    def filled(self, leaf: Any) -> Any:
+        """What stands for an argument in a tape, as an argument."""
+        if isinstance(leaf, Slot):
+            return self.slots[leaf.number]
+        if isinstance(leaf, Original):
+            if leaf not in self.originals:
+                self.originals[leaf] = leaf.look()
+            return self.originals[leaf]
+        return leaf.generator if isinstance(leaf, Drawing) else leaf
+
+
+def _run(tape: Tape, environment: _Environment, nested: Nested, needed_after: frozenset[int]) -> None:
+    slots = environment.slots
     last_use = {slot: position for position, entry in enumerate(tape.entries) for slot in _reads(entry)}
     for position, entry in enumerate(tape.entries):
         if isinstance(entry, Tape):
             later = frozenset(slot for slot, last in last_use.items() if last > position) | needed_after
-            given = [environment[slot] for slot in entry.given]
+            given = [slots[slot] for slot in entry.given]
             nested(entry, given, partial(_run, entry, environment, nested, later))
         else:
             _call(entry, environment)
-        for slot in [slot for slot in environment if last_use.get(slot, -1) <= position]:
+        for slot in [slot for slot in slots if last_use.get(slot, -1) <= position]:
             if slot not in needed_after:
-                del environment[slot]
+                del slots[slot]
 
 
-def _call(entry: Made, environment: dict[int, torch.Tensor]) -> None:
-    args, kwargs = tree_map(
-        lambda leaf: environment[leaf.number] if isinstance(leaf, Slot) else leaf, (entry.args, entry.kwargs)
-    )
-    leaves = tree_flatten(entry.call(*args, **kwargs))[0]
+def _call(entry: Made, environment: _Environment) -> None:
+    drawings = [leaf for leaf in tree_flatten((entry.args, entry.kwargs))[0] if isinstance(leaf, Drawing)]
+    args, kwargs = tree_map(environment.filled, (entry.args, entry.kwargs))
+    with ExitStack() as stack:
+        for drawing in drawings:
+            stack.callback(drawing.generator.set_state, drawing.generator.get_state())
+            drawing.generator.set_state(drawing.state)
+        leaves = tree_flatten(entry.call(*args, **kwargs))[0]
     for position, slot in entry.fills.items():
-        environment[slot] = leaves[position]
+        environment.slots[slot] = leaves[position]
 
 
 def _reads(entry: Made | Tape) -> Iterator[int]:

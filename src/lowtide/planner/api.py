@@ -15,11 +15,7 @@ from lowtide.aot.step_graph import check_accumulation
 from lowtide.chain.cuts import Granularity
 from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest
-from lowtide.execute.apply import remove
-from lowtide.execute.layer_hooks import Model
-from lowtide.execute.layer_hooks import apply as apply_segments
-from lowtide.execute.layer_hooks import remove as remove_segments
-from lowtide.execute.ops_forward import reroute
+from lowtide.execute.ops_forward import Model, reroute
 from lowtide.planner.ladder import AnySolution, Ladder
 from lowtide.planner.layers import Rehearsal, granularity_named
 from lowtide.planner.ops import StepBudget
@@ -172,15 +168,12 @@ def optimize(
         check_accumulation(accumulate)
         anew = _OpsAnew(spec_of, chosen, asked, insists=method != AUTO)
         planned = None if example is None else anew(model, *arguments(example))
-        reroute(model, planned, on_new_inputs=on_new_inputs, accumulate=accumulate, replan=anew)
-        remove_segments(model)
-        return model
+        return reroute(model, planned, on_new_inputs=on_new_inputs, accumulate=accumulate, replan=anew)
     assert not isinstance(chosen, Scheduler)
     refuse_op_level_requests(asked, accumulate)
     again = _Again(spec_of, granularity, modules, chosen, asked)
     solution = None if example is None else again(model, *arguments(example))
-    remove(model)
-    return apply_segments(model, solution, on_new_inputs=on_new_inputs, replan=again)
+    return reroute(model, solution, on_new_inputs=on_new_inputs, replan=again, of_layers=True)
 
 
 def _tell(remark: str, stacklevel: int) -> None:

@@ -17,9 +17,8 @@ from lowtide.chain.plan import Plan
 from lowtide.chain.sizes import chain_of
 from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
-from lowtide.execute.apply import set_aside
+from lowtide.execute.apply import apply, set_aside
 from lowtide.execute.identity import described_inputs, fingerprint
-from lowtide.execute.layer_hooks import apply as apply_segments
 from lowtide.ir.graph import Phase, Role
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
 from lowtide.solvers import refuse_lowest, solve
@@ -196,7 +195,7 @@ class Rehearsal:
         """A dry run of the step under a plan, or of the plain one."""
         with set_aside(self.model):
             if solution is not None:
-                apply_segments(self.model, solution)
+                apply(self.model, solution)
             return trace_training(self.spec)
 
 

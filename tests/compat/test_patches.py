@@ -8,11 +8,13 @@ import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch._meta_registrations
 import torch.nn.functional as F
+import transformers.integrations.moe as experts
 import transformers.masking_utils as masks
 import transformers.utils.import_utils as utilities
 from torch import nn
@@ -23,6 +25,7 @@ import lowtide
 from lowtide.aot import capture
 from lowtide.cli.quiet import undisturbed
 from lowtide.compat.composites import _taken_apart, as_they_run
+from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.loggers import FAKE_KERNELS
 from lowtide.compat.patches import Patch, active, patched
 from lowtide.cost.cuda_rules import cuda_rules
@@ -32,8 +35,10 @@ from lowtide.ir.graph import Origin
 from lowtide.trace.attribution import Attribution
 from lowtide.trace.dry_run import _random_states_counted
 from lowtide.trace.graph_builder import GraphBuilder
+from lowtide.trace.guesses import Guesses
 from lowtide.trace.hf_masks import Positions, unnoticed_by_transformers
 from lowtide.trace.inputs import over
+from lowtide.trace.outside_numbers import _DRAWS, outside_numbers
 
 ABSENT = object()
 
@@ -126,7 +131,8 @@ def test_a_patch_says_what_it_replaces_and_why() -> None:
 
 KERNELS = logging.getLogger(FAKE_KERNELS)
 PACKED = (masks, "find_packed_sequence_indices")
-NEVER = (masks, "is_tracing"), (utilities, "is_fake_tensor"), (masks, "is_torchdynamo_exporting")
+EXPERTS = (experts, "is_torchdynamo_compiling")
+NEVER = EXPERTS, (masks, "is_tracing"), (utilities, "is_fake_tensor"), (masks, "is_torchdynamo_exporting")
 ON_CUDA = (
     (F, "dropout"),
     (F, "scaled_dot_product_attention"),
@@ -140,6 +146,10 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
         tuple((op, name) for op in _taken_apart() for name in ("py_kernels", "_dispatch_cache")),
     ),
     "cli/quiet": (undisturbed, ((KERNELS, "disabled"),)),
+    "compat/fake_kernels": (
+        as_kernels_do,
+        ((torch._meta_registrations, "_meta_grouped_mm_common"), (torch.utils, "swap_tensors")),
+    ),
     "cost/cuda_rules": (cuda_rules, ON_CUDA),
     "distributed/fsdp": (
         lambda: _ShardedRecorder._storages_watched(_ShardedRecorder([nn.ReLU()], None, None)),
@@ -153,6 +163,10 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
     "trace/hf_masks, watching": (
         Positions(lambda: GraphBuilder("step", Origin.JOINT, "cpu", {})).watched,
         (PACKED,),
+    ),
+    "trace/outside_numbers": (
+        lambda: outside_numbers(cast(Guesses, None)),
+        ((torch.Tensor, "numpy"), *_DRAWS),
     ),
     "trace/inputs": (
         lambda: over(lambda tensor, _: torch.zeros_like(tensor), LOSS),

@@ -125,6 +125,36 @@ def test_a_workspace_that_is_known_by_hand(cache: Path) -> None:
     assert ops_called(graph, "convolution")[0].workspace_bytes == (3 * 3 * 3) * (12 * 12) * 8
 
 
+class Experts(nn.Module):
+    """Rows in groups, each with weights of its own; where groups end is for the batch to say."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 24, 16).to(dtype))  # as nn.Linear has it: to be transposed
+        self.second = nn.Parameter(torch.randn(4, 24, 16).to(dtype))
+
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.grouped_mm(rows, self.first.transpose(1, 2), offs=ends)
+        output = nn.functional.grouped_mm(hidden, self.second, offs=ends)
+        return (output.float() * torch.ones(16)).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_are_counted_as_if_one_of_them_had_all_the_rows(cache: Path, dtype: torch.dtype) -> None:
+    model, rows = Experts(dtype), torch.randn(64, 16).to(dtype)
+
+    def step(ends: torch.Tensor) -> None:
+        model(rows, ends).backward()
+
+    even, uneven = (torch.tensor(ends, dtype=torch.int32) for ends in ([16, 32, 48, 64], [0, 64, 64, 64]))
+    predicted = profile(dry_run(lambda: step(even), model=model), cache=cache).timeline.growth_bytes
+    found = []
+    for ends in (even, uneven):
+        model.zero_grad()
+        found.append(measure(lambda ends=ends: step(ends), device="cpu").growth_bytes)  # type: ignore[misc]
+    assert found[0] <= found[1] == predicted
+
+
 def test_a_profiled_dry_run_predicts_the_measured_growth_to_the_byte(cache: Path) -> None:
     model, batch = convolutions()
     step = step_of(model, batch)

@@ -440,15 +440,47 @@ def test_the_real_optimizer_keeps_its_state_and_groups() -> None:
 # Refusals -------------------------------------------------------------------------------------------
 
 
-def test_a_shape_that_depends_on_numbers_is_refused_with_the_users_line() -> None:
+def test_an_op_whose_fake_alone_fails_is_told_from_one_that_the_step_calls_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError("there is no such thing")
+
+    monkeypatch.setattr("lowtide.compat.fake_kernels._grouped_product", failing)
     model, batch = nn.Linear(4, 4), torch.ones(8, 4)
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    match = r"the fake of aten\._grouped_mm.*\(there is no such thing\).*`lambda: F\.grouped_mm.*of PyTorch 2"
+    with pytest.raises(CannotTrace, match=match):
+        dry_run(
+            lambda: F.grouped_mm(model(batch), torch.ones(2, 4, 4), offs=ends).sum().backward(), model=model
+        )
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        dry_run(lambda: (model(batch) @ batch).sum().backward(), model=model)
 
-    def step() -> None:
-        hidden = model(batch)
-        hidden[hidden > 0].sum().backward()
 
-    with pytest.raises(CannotTrace, match=r"test_dry_run\.py:\d+, in step: `hidden\[hidden > 0\]"):
-        dry_run(step, model=model)
+def test_an_op_without_a_fake_is_for_its_maker_to_complete() -> None:
+    @torch.library.custom_op("lowtide_tests::thrice", mutates_args=())
+    def thrice(rows: torch.Tensor) -> torch.Tensor:
+        return rows * 3
+
+    model, batch = nn.Linear(4, 4), torch.ones(8, 4)
+    with pytest.raises(
+        CannotTrace, match=r"the fake of lowtide_tests\.thrice.*torch\.library\.register_fake"
+    ):
+        dry_run(lambda: (model(batch) + thrice(batch)).sum().backward(), model=model)
+
+
+def test_an_error_after_a_guess_says_what_was_guessed() -> None:
+    model, batch = nn.Linear(4, 4), torch.ones(8, 4)
+    with pytest.raises(RuntimeError) as caught:
+        dry_run(lambda: model(batch).view(int(model(batch).sum()), 7).sum().backward(), model=model)
+    assert "was taken to be 1" in caught.value.__notes__[0]
+
+
+def test_a_module_may_be_converted_to_what_it_is() -> None:
+    model, batch = nn.Linear(4, 4), torch.ones(8, 4)
+    trace = dry_run(lambda: model.to(torch.float32)(batch).sum().backward(), model=model)
+    assert trace.timeline.categories[Category.PARAMETERS] == 4 * (16 + 4)
 
 
 def test_a_parameter_of_another_model_is_refused() -> None:

@@ -8,7 +8,7 @@ the next, in either direction, is known by its storage, and what runs between gr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -217,7 +217,10 @@ class _GraphRecorder(Recorder):
         if spot.section == OUTSIDE and spot.phase is Phase.FORWARD:
             self.sections.notes[f"not captured, runs eagerly: {current_line()}"] = None
 
-    def unknown(self, func: Any, args: tuple[Any, ...], shape: bool) -> Any:
+    def unknown_size(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self.unknown_number(func, args)
+
+    def unknown_number(self, func: Any, args: tuple[Any, ...]) -> Any:
         raise CannotCapture(
             f"the step depends on a number that only exists when it runs: {current_line()}. "
             "Choose with torch.where, or decide outside of the model. "
@@ -242,12 +245,14 @@ class _GraphRecorder(Recorder):
                 f"a tensor of shape {tuple(tensor.shape)} that requires gradients takes part in the step but "
                 "belongs neither to the model nor to the loss. Make it a parameter of the model."
             )
-        return self.twins.of(tensor, Role.BATCH, f"constant {tuple(tensor.shape)}")
+        twin = self.twins.of(tensor, Role.BATCH, f"constant {tuple(tensor.shape)}")
+        self.shadows.remember_given(twin, tensor)
+        return twin
 
     def batch(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """A fake in place of a tensor that the step is given."""
         twin = self.twins.of(tensor, Role.BATCH, name)
-        self.shadows.remember(twin, tensor)
+        self.shadows.remember_given(twin, tensor)
         return twin.requires_grad_(tensor.requires_grad)
 
     def tangents(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:

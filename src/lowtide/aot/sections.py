@@ -28,6 +28,7 @@ from lowtide.aot.unused_outputs import differentiable_outputs, gradientless
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import CHATTY_LOGGERS, configured, graph_breaks, reset
 from lowtide.compat.dynamo_caches import forget_tracing
+from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.ir.assumptions import Assumption, NoGradient
 from lowtide.ir.graph import Phase
 from lowtide.trace.attribution import Attribution, Place
@@ -83,6 +84,7 @@ def compiling(assumptions: Collection[Assumption] = ()) -> Iterator[None]:
         with (
             configured(settings()),
             unnoticed_by_transformers(assumptions),
+            as_kernels_do(),
             warnings.catch_warnings(),
         ):
             # Dynamo itself looks at what comes out of one graph and goes into the next.

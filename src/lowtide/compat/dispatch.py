@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
 
 from lowtide.compat.private import Private
+from lowtide.compat.tensors import tensors_in
 
 PRIVATE = (
     Private("torch.utils._python_dispatch.TorchDispatchMode", "sees every op on its way to its kernel"),
@@ -52,6 +54,16 @@ def is_plain_op(func: object) -> bool:
 def schema_of(func: Any) -> Any:
     """The schema of an op; None if it has none."""
     return getattr(func, "_schema", None)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call of `func` writes to, as its schema says."""
+    schema = schema_of(func)
+    if not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.is_write:
+            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
 def has_kernel(func: Any, device: str) -> bool:

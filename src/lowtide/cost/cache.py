@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from lowtide.cost.contents import is_sized_by_numbers
 from lowtide.errors import BadFile
 from lowtide.ir.graph import Arg, Graph, Op, Ref, Symbol
 
@@ -53,7 +54,10 @@ def signature(op: Op, graph: Graph) -> str:
         return [plain(item) for item in arg] if isinstance(arg, tuple) else arg
 
     kwargs = {name: plain(arg) for name, arg in op.kwargs}
-    return json.dumps([op.target, [plain(arg) for arg in op.args], kwargs], separators=(",", ":"))
+    parts = [op.target, [plain(arg) for arg in op.args], kwargs]
+    if is_sized_by_numbers(op.target):
+        parts.append([None if output is None else graph.tensors[output].shape for output in op.outputs])
+    return json.dumps(parts, separators=(",", ":"))
 
 
 class _Damaged(sqlite3.DatabaseError):

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.memory import ProfilerEvent, is_range
 from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.cost.cache import Cost
+from lowtide.cost.contents import fill_decisive
 from lowtide.cost.measure import allocator_events, cpu_blocks, growth
 from lowtide.ir.graph import Arg, Ref, Symbol, Tensor, short_name
 from lowtide.ir.simulate import allocator_of
@@ -82,7 +84,8 @@ class OpCall:
     def is_consistent(self) -> bool:
         """Whether the op accepts these arguments and makes outputs of these shapes."""
         try:
-            made = list(tensors_in(self._run(*self.prepare(torch.device("meta"), fill=False))))
+            with as_kernels_do():
+                made = list(tensors_in(self._run(*self.prepare(torch.device("meta"), fill=False))))
         except _REFUSALS:
             return False  # the op itself refuses these sizes, which is what was asked
         return [tuple(tensor.shape) for tensor in made] == [tensor.shape for tensor in self.made]
@@ -96,6 +99,8 @@ class OpCall:
                     raise TypeError("it needs opaque bytes that only its own forward can leave")
                 made[key] = _scratch(tensor, device, fill)
         args = [_real(arg, made, device) for arg in self.args]
+        if fill:
+            fill_decisive(self.target, args, [tensor.shape for tensor in self.made])
         return args, {name: _real(arg, made, device) for name, arg in self.kwargs}
 
     def _left_by_maker(self, device: torch.device, fill: bool) -> dict[int, torch.Tensor]:

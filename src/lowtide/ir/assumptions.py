@@ -1,4 +1,4 @@
-"""What was found to be so whatever the batch, and was taken for granted when a graph was captured."""
+"""What was found to be so whatever the batch, or taken to be so, when a step was traced or captured."""
 
 from __future__ import annotations
 
@@ -24,4 +24,15 @@ class NoGradient:
         return f"no gradient enters output {self.output} of graph {self.graph}"
 
 
-Assumption: TypeAlias = Finding | NoGradient
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A number that exists only when the step runs; the path is the one for `number`."""
+
+    number: str  # as Python writes it, or what a size was taken to be
+    line: str
+
+    def __str__(self) -> str:
+        return f"taken to be {self.number}: {self.line}"
+
+
+Assumption: TypeAlias = Finding | NoGradient | Guess

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TypeVar
 
-from lowtide.ir.assumptions import Assumption, Finding, NoGradient
+from lowtide.ir.assumptions import Assumption, Finding, Guess, NoGradient
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value
 from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step
 from lowtide.text.documents import SCHEMA, Json, Reader, Unexpected
@@ -17,6 +17,7 @@ T = TypeVar("T")
 _NO_GRADIENT = re.compile(
     r"no gradient enters output (?P<output>\d{1,9}) of graph (?P<graph>\d{1,9})", re.ASCII
 )
+_GUESS = re.compile(r"taken to be (?P<number>[^:]+): (?P<line>.+)", re.DOTALL)
 NEWEST_SCHEMA = 2  # of documents with a schedule
 
 # Writing --------------------------------------------------------------------------------------------
@@ -162,6 +163,8 @@ def _assumption_from_json(entry: Reader) -> Assumption:
     text = entry.of(str)
     if found := _NO_GRADIENT.fullmatch(text):
         return NoGradient(output=int(found[1]), graph=int(found[2]))
+    if found := _GUESS.fullmatch(text):
+        return Guess(found["number"], found["line"])
     return entry.choice(Finding)
 
 

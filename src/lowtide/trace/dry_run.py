@@ -18,17 +18,20 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.patches import patched
 from lowtide.compat.tensors import has_hooks
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotTrace
-from lowtide.ir.graph import Call, Graph, Op, Origin, Phase, Role, short_name
+from lowtide.ir.graph import Call, Graph, Op, Origin, Phase, Role
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
 from lowtide.ir.simulate import Timeline, simulate
 from lowtide.trace.attribution import Attribution
 from lowtide.trace.fakes import Resident, faked, stage
 from lowtide.trace.graph_builder import GraphBuilder
+from lowtide.trace.guesses import Guesses
 from lowtide.trace.hf_masks import Positions, unnoticed_by_transformers
+from lowtide.trace.outside_numbers import outside_numbers
 from lowtide.trace.recorder import Recorder, Spot
 from lowtide.trace.user_lines import current_line
 
@@ -84,12 +87,13 @@ def dry_run(
     each).
 
     Where the step looks at numbers that do not follow from the batch's own integers (`loss.item()`), the
-    dry run has none: it assumes what an undisturbed step would see (losses finite, nothing to skip) and
-    says so in `graph.notes`.
+    dry run has none: it assumes what an undisturbed step would see (losses finite, nothing to skip, no layer
+    dropped), and where the size of a result depends on such numbers that it is as large as it can be (a mask
+    chooses everything). It says so in `graph.notes` and, with the number, in `graph.assumptions`.
 
     Raises:
-        CannotTrace: the shape of a result depends on numbers, or a tensor that requires gradients takes
-            part and belongs to no module in `model`.
+        CannotTrace: nothing bounds the size of a result, or a tensor that requires gradients takes part and
+            belongs to no module in `model`.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
@@ -110,6 +114,7 @@ class StepRecorder(Recorder):
         self.steps: list[Step] = []
         self.forward_ops: dict[int, int] = {}
         self.positions = Positions(lambda: self.builder)
+        self.guesses = Guesses(lambda: self.builder, self.shadows, self.sizes)
         self._recording = False
         self._parameters: list[Resident] = []
         self._hooks: list[RemovableHandle] = []
@@ -127,6 +132,9 @@ class StepRecorder(Recorder):
             stack.enter_context(faked(self.twins, models, optimizer, _stateful_things_used_by(step)))
             stack.enter_context(self.twins.mode)
             stack.enter_context(unnoticed_by_transformers())
+            stack.enter_context(as_kernels_do())
+            stack.enter_context(self.guesses.told_of())
+            stack.enter_context(outside_numbers(self.guesses))
             stack.enter_context(self.positions.watched())
             if self.builder.relabel:
                 stack.enter_context(cuda_rules())
@@ -167,7 +175,7 @@ class StepRecorder(Recorder):
         self._mark_optimizer_state(optimizer)
         outputs = [value for _, value in self.alive()]
         graph, schedule = self.builder.finish(outputs), Schedule(tuple(self.steps))
-        graph = replace(graph, assumptions=self.positions.assumptions)
+        graph = replace(graph, assumptions=(*self.positions.assumptions, *self.guesses.made))
         return Trace(graph, schedule, tuple(self.follow.calls), dict(self.forward_ops))
 
     # Ops ----------------------------------------------------------------------------------------------
@@ -185,38 +193,11 @@ class StepRecorder(Recorder):
         if self._recording:
             self.steps.append(Free(value))
 
-    def unknown(self, func: Any, args: tuple[Any, ...], shape: bool) -> Any:
-        return self._chosen(func, args) if shape else self._guess(func, args)
+    def unknown_number(self, func: Any, args: tuple[Any, ...]) -> Any:
+        return self.guesses.number(func, args)
 
-    def _chosen(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """The fake result of indexing with masks, if it is known how much they choose."""
-        positions: list[torch.Tensor | None] = []
-        for index in args[1] if func is aten.index.Tensor else ():
-            count = None if index is None else self.shadows.chosen(index)
-            if count is None:
-                positions.append(index)
-            else:
-                positions += [torch.empty(count, dtype=torch.int64, device=index.device)] * index.dim()
-        unknown = any(index is not None and index.dtype is torch.bool for index in positions)
-        if unknown or not positions:
-            raise CannotTrace(
-                f"the shape of what {func} returns depends on numbers, which a dry run does not have: "
-                f"{current_line()}"
-            )
-        return func(args[0], positions)
-
-    def _guess(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """What an undisturbed step would read: losses finite, no overflow, nothing to skip."""
-        self.builder.notes[f"a number was read and had to be assumed: {current_line()}"] = None
-        if func is aten.equal.default:
-            return True
-        value = self.builder.value_of(args[0])
-        writers = (op for op in reversed(self.builder.ops) if value in (*op.creates, *op.mutates))
-        writer = next((short_name(op.target) for op in writers), "")
-        if args[0].dtype is torch.bool:
-            return writer in ("all", "isfinite", "logical_not")
-        finite = 0 if writer.startswith("_amp_") else 1  # a gradient scaler asks whether anything overflowed
-        return float(finite) if args[0].dtype.is_floating_point else finite
+    def unknown_size(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self.guesses.size(func, args, kwargs)
 
     # Tensors that were there before -------------------------------------------------------------------
 
@@ -228,7 +209,7 @@ class StepRecorder(Recorder):
                 "Pass every module that is used: model=[model, other]"
             )
         twin = self.twins.of(tensor, Role.BATCH, f"batch {tuple(tensor.shape)}")
-        self.shadows.remember(twin, tensor)
+        self.shadows.remember_given(twin, tensor)
         return twin
 
     def resident(self, found: Resident) -> None:

@@ -80,6 +80,9 @@ def unnoticed_by_transformers(assumptions: Collection[Assumption] = ()) -> Itera
             patches.enter_context(eager(masks, "is_tracing", _depends_on_numbers))
         if hasattr(masks, "is_torchdynamo_exporting"):  # asked by later versions, and Dynamo says yes
             patches.enter_context(eager(masks, "is_torchdynamo_exporting", _is_never_exported))
+        experts = sys.modules.get("transformers.integrations.moe")
+        if hasattr(experts, "is_torchdynamo_compiling"):  # asked whether to group experts in a product
+            patches.enter_context(eager(experts, "is_torchdynamo_compiling", _is_never_traced))
         if Finding.UNPACKED in assumptions and hasattr(masks, "find_packed_sequence_indices"):
             patches.enter_context(eager(masks, "find_packed_sequence_indices", _nothing_is_packed))
         yield
@@ -90,6 +93,10 @@ def _is_never_fake(_: object) -> bool:
 
 
 def _is_never_exported() -> bool:
+    return False
+
+
+def _is_never_traced() -> bool:
     return False
 
 

@@ -16,13 +16,16 @@ from typing import Any
 import torch
 
 from lowtide.compat.dispatch import TorchDispatchMode, is_plain_op, is_wrapper
-from lowtide.compat.fake import DataDependentOutputException, DynamicOutputShapeException
+from lowtide.compat.fake import DataDependentOutputException, DynamicOutputShapeException, runs_for_real
 from lowtide.compat.tensors import map_tensors, storage_key, tensors_in
+from lowtide.errors import CannotTrace
 from lowtide.ir.graph import Op, Phase
 from lowtide.trace.accumulation import Accumulation
 from lowtide.trace.fakes import Resident, Twins
 from lowtide.trace.graph_builder import GraphBuilder
 from lowtide.trace.known_values import Shadows
+from lowtide.trace.sizes import ResultSizes
+from lowtide.trace.user_lines import current_line
 
 aten = torch.ops.aten
 
@@ -48,6 +51,7 @@ class Recorder(TorchDispatchMode, ABC):
         self.builder = builder
         self.twins = twins
         self.shadows = Shadows()
+        self.sizes = ResultSizes(self.shadows)
         self._accumulation = Accumulation(twins.mode)
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -62,8 +66,12 @@ class Recorder(TorchDispatchMode, ABC):
         """A fake in place of a real tensor that the step closes over."""
 
     @abstractmethod
-    def unknown(self, func: Any, args: tuple[Any, ...], shape: bool) -> Any:
-        """What `func` returns where that (or its shape) depends on numbers that are not known."""
+    def unknown_number(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """The number that `func` returns, where it is not known."""
+
+    @abstractmethod
+    def unknown_size(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What `func` returns where its size depends on numbers that are not known."""
 
     @abstractmethod
     def resident(self, found: Resident) -> None:
@@ -93,7 +101,10 @@ class Recorder(TorchDispatchMode, ABC):
             return func(*args, **kwargs)
         spot = self.spot(func, args)
         if func is aten.lift_fresh.default:  # a constant written in the user's code, made on the spot
-            return self._record(func, (), {}, func(*args, **kwargs), spot)
+            made = func(*args, **kwargs)
+            if not self.twins.is_ours(args[0]):
+                self.shadows.remember_given(made, args[0])
+            return self._record(func, (), {}, made, spot)
         if spot.engine and self._accumulation.in_place(func, args, kwargs):
             func = aten.add_.Tensor
         if not all(map(self.twins.is_ours, tensors_in(args, kwargs))):
@@ -111,14 +122,22 @@ class Recorder(TorchDispatchMode, ABC):
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException:
-            return self.unknown(func, args, shape=False) if numbers is None else self.decided(numbers)
+            return self.unknown_number(func, args) if numbers is None else self.decided(numbers)
         except DynamicOutputShapeException:
+            if numbers is None and self.sizes.is_known(func, args):
+                return self.decided(self.sizes.result(func, args, kwargs))
             if numbers is None:
-                return self.unknown(func, args, shape=True)
+                return self.unknown_size(func, args, kwargs)
             like = next(tensors_in(args, kwargs))
             result = map_tensors(partial(_empty, device=like.device), self.decided(numbers))
+        except Exception as error:  # of the op itself, or only of what stands for it
+            if plain and runs_for_real(func, args, kwargs):
+                raise CannotTrace(_fakes_fault(func, error)) from error
+            raise
         if numbers is not None:
             self.shadows.pair(result, numbers)
+        elif plain:
+            self.shadows.follow(func, args, kwargs, result)
         return result
 
     def decided(self, numbers: Any) -> Any:
@@ -180,3 +199,13 @@ class Recorder(TorchDispatchMode, ABC):
 
 def _empty(number: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(number.shape, dtype=number.dtype, device=device)
+
+
+def _fakes_fault(func: Any, error: Exception) -> str:
+    what = (str(error).splitlines() or [type(error).__name__])[0]
+    advice = (
+        f"That is a fault of PyTorch {torch.__version__}, not of the step: use another op there."
+        if func.namespace in ("aten", "prims")
+        else "Whoever made that op has to say what it returns, with torch.library.register_fake."
+    )
+    return f"the fake of {func} fails where its kernel does not ({what}): {current_line()}. {advice}"

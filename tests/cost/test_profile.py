@@ -839,6 +839,20 @@ def test_where_costs_cannot_be_kept_at_home_the_profile_says_so_and_goes_on(
     assert note.startswith(f"costs are not kept for the next time: cannot keep costs in '{path}': ")
 
 
+def test_a_user_without_a_home_is_told_that_costs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.undo()  # the fixture's cache
+    monkeypatch.setattr(Path, "home", nowhere)
+    graph = profile(one_op("aten.bitwise_not.default"))
+    assert graph.ops[0].seconds > 0
+    assert graph.notes == (
+        "costs are not kept for the next time: cannot keep costs in '~/.cache/lowtide/costs.sqlite': "
+        "there is no home directory",
+    )
+
+
 def test_a_cache_that_was_asked_for_and_cannot_be_used_is_refused(tmp_path: Path, runs: list[OpCall]) -> None:
     with pytest.raises(BadFile) as refusal:
         profile(one_op("aten.bitwise_not.default"), cache=tmp_path)

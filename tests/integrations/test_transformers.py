@@ -197,7 +197,9 @@ def test_mixed_precision_and_accumulation_are_known_from_the_trainers_arguments(
     planned = train(arguments(tmp_path, **options), LowtideCallback("75%"))
     assert planned.losses == pytest.approx(plain.losses, rel=1e-3)
     inputs = {text for solution in planned.plans for text in solution.inputs}
-    assert "int64[]" in inputs  # the Trainer tells the model how many words there are in all
+    assert (
+        "num_items_in_batch=int64[]" in inputs
+    )  # the Trainer tells the model how many words there are in all
     names = {value.name for value in planned.plans[0].graph.values}
     assert any(name.endswith("so far") for name in names)
     assert_kept(planned)

@@ -34,6 +34,12 @@ def test_a_budget_is_bytes_or_a_part_or_the_lowest_peak_or_none(
     assert str(budget) == str(given)
 
 
+@pytest.mark.parametrize(("given", "plainly"), [(" MIN ", "min"), ("8 gib", 8 * GIB), ("60 %", "60%")])
+def test_case_and_spaces_do_not_matter(given: str, plainly: str | int) -> None:
+    found, expected = Budget.parse(given), Budget.parse(plainly)
+    assert (found.is_lowest, found.bytes, found.part) == (expected.is_lowest, expected.bytes, expected.part)
+
+
 @pytest.mark.parametrize("given", [None, "min", "8GiB", 12345])
 def test_the_plain_peak_is_found_only_for_a_part_of_it(given: str | int | None) -> None:
     assert Budget.parse(given).bytes_of(never) == Budget.parse(given).bytes_of(1000)

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowtide.zoo import BadSize, Sizes, UnknownModel, Workload, names, workload
+from lowtide.zoo import BadSize, Sizes, UnknownModel, Workload, known_as, names, workload
 from lowtide.zoo.gpt import GPT
 from lowtide.zoo.inception import InceptionOutput
 from lowtide.zoo.lstm import LSTM
 from lowtide.zoo.preresnet import BasicBlock, Bottleneck, layout
+from lowtide.zoo.sources.specs import load
 from tests.helpers.effort import long_but
 
 PUBLISHED = {
@@ -272,6 +273,27 @@ def test_inception_keys_come_in_the_published_order() -> None:
 
 
 QUICK = [name for name in names() if not name.startswith(("vgg", "densenet"))]
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("Resnet18", "resnet18"),
+        ("ResNet-50", "resnet50"),
+        ("VGG16-BN", "vgg16_bn"),
+        ("PreResNet20", "preresnet20"),
+    ],
+)
+def test_a_name_is_known_however_it_is_written(written: str, name: str) -> None:
+    assert known_as(written) == name
+    assert load(written, {}).name == name
+
+
+def test_names_in_other_libraries_as_well() -> None:
+    pytest.importorskip("transformers")
+    assert load("HF:GPT2", {"layers": 1}).name == "hf:gpt2"
+
+
 TRAINED = [*names(), "preresnet8", "preresnet164"]
 
 
@@ -394,9 +416,7 @@ def test_a_preresnet_of_an_impossible_depth_is_refused_with_the_rule(depth: int)
         on_meta(f"preresnet{depth}")
 
 
-@pytest.mark.parametrize(
-    "name", ["vgg12", "", "preresnet", "preresnet20x", "preresnet-20", "preresnet020", "VGG19"]
-)
+@pytest.mark.parametrize("name", ["vgg12", "", "preresnet", "preresnet20x", "preresnet-20", "preresnet020"])
 def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(UnknownModel, match=re.escape(repr(name)) + r".*alexnet.*preresnet<depth>") as caught:
         on_meta(name)

@@ -239,8 +239,8 @@ class _GraphRecorder(Recorder):
 
     # Tensors that were there before -------------------------------------------------------------------
 
-    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad and self.twins.known(tensor) is None:
+    def twin(self, tensor: torch.Tensor, detached: bool) -> torch.Tensor:
+        if tensor.requires_grad and not detached and self.twins.known(tensor) is None:
             raise CannotCapture(
                 f"a tensor of shape {tuple(tensor.shape)} that requires gradients takes part in the step but "
                 "belongs neither to the model nor to the loss. Make it a parameter of the model."

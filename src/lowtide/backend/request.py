@@ -8,7 +8,7 @@ from typing import Any
 
 from lowtide.errors import BadRequest, UnknownMethod
 from lowtide.solvers import methods, schedulers
-from lowtide.text.budget import LOWEST, parse_bytes
+from lowtide.text.budget import Budget
 
 _OPTIONS = ("budget", "method", "profile")
 
@@ -27,7 +27,7 @@ class Request:
         for name in given:
             if name not in _OPTIONS:
                 raise BadRequest(f"the lowtide backend has no option {name!r}; it has {', '.join(_OPTIONS)}.")
-        if "budget" not in given:
+        if given.get("budget") is None:
             raise BadRequest(
                 "the lowtide backend needs a budget: "
                 'torch.compile(model, backend="lowtide", options={"budget": "8GiB"}).'
@@ -42,5 +42,4 @@ class Request:
             raise BadRequest(f"{method} plans layers; the backend plans op by op. Use auto, or leave it out.")
         if method not in schedulers():
             raise UnknownMethod(method, schedulers())
-        lowest = isinstance(budget, str) and budget.strip() == LOWEST
-        return Request(None if lowest else parse_bytes(budget), method, bool(given.get("profile", True)))
+        return Request(Budget.parse(budget).bytes, method, bool(given.get("profile", True)))

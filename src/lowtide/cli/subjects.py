@@ -64,12 +64,12 @@ def subject_of(wishes: Wishes, stage: Stages) -> Subject:
         return _expression(wishes)
     if wishes.shapes:
         raise BadRequest(f"--shape is for variables of an expression, and '{wishes.model}' is a model.")
-    return _two_layers(wishes) if wishes.model == _TWO_LAYERS else _model(wishes, stage)
+    return _two_layers(wishes) if wishes.model.lower() == _TWO_LAYERS else _model(wishes, stage)
 
 
 def is_expression(text: str) -> bool:
     """Whether a text names no model and no file, and has operators in it."""
-    named = text.startswith(_LIBRARIES) or _FILE.search(text) is not None
+    named = text.lower().startswith(_LIBRARIES) or _FILE.search(text) is not None
     return not named and _OPERATORS.search(text) is not None
 
 
@@ -148,11 +148,11 @@ def _loaded(wishes: Wishes) -> tuple[Setup, int | None]:
 
 def _may_have_layers(model: str) -> bool:
     """Whether the number of layers is one of the model's sizes."""
-    from lowtide.zoo import REGISTRY
+    from lowtide.zoo import REGISTRY, known_as
 
-    if model in REGISTRY:
-        return _LAYERS in REGISTRY[model].defaults
-    return model.startswith("hf:") or _FILE.search(model) is not None
+    if known_as(model) in REGISTRY:
+        return _LAYERS in REGISTRY[known_as(model)].defaults
+    return model.lower().startswith("hf:") or _FILE.search(model) is not None
 
 
 # Both -----------------------------------------------------------------------------------------------------

@@ -40,8 +40,16 @@ class Caps:
 
 
 def default_cache_path() -> Path:
-    """Where costs are kept unless told otherwise."""
-    return Path.home() / ".cache" / "lowtide" / "costs.sqlite"
+    """Where costs are kept unless told otherwise.
+
+    Raises:
+        BadFile: the user has no home.
+    """
+    place = Path(".cache", "lowtide", "costs.sqlite")
+    try:
+        return Path.home() / place
+    except RuntimeError as error:
+        raise BadFile("~" / place, "there is no home directory", doing="keep costs in") from error
 
 
 def profile(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.compat.modules import hooks_below
-from lowtide.execute.identity import described_inputs
+from lowtide.execute.identity import inputs_of
 
 _MOST_NAMED = 3  # hooks or modules in a row; more of them are told apart by a digest
 
@@ -29,7 +29,7 @@ def circumstances(
     model trains. The model's own hooks run around its forward and are not among them. `device` is where it
     will run, if it is not there yet: a model on meta knows of no autocast.
     """
-    found = [*described_inputs(args, kwargs)]
+    found = [*inputs_of(model, args, kwargs)]
     parameters = list(model.named_parameters())
     device = device or (parameters[0][1].device.type if parameters else "cpu")
     if torch.is_autocast_enabled(device):

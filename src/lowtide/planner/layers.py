@@ -18,7 +18,7 @@ from lowtide.chain.sizes import chain_of
 from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
 from lowtide.execute.apply import apply, set_aside
-from lowtide.execute.identity import described_inputs, fingerprint
+from lowtide.execute.identity import fingerprint, inputs_of
 from lowtide.ir.graph import Phase, Role
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
 from lowtide.solvers import refuse_lowest, solve
@@ -96,7 +96,7 @@ class Rehearsal:
         args, kwargs = arguments(self.example)
         return replace(
             chain_of(step, granularity_named(granularity), modules),
-            inputs=described_inputs(args, kwargs),
+            inputs=inputs_of(self.model, args, kwargs),
             fingerprint=fingerprint(self.model),
         )
 

@@ -60,8 +60,10 @@ class Budget:
         Raises:
             BadRequest: it is none of these.
         """
-        if given is None or given == LOWEST:
-            return cls(given)
+        if given is None:
+            return cls()
+        if isinstance(given, str) and given.strip().lower() == LOWEST:
+            return cls(LOWEST)
         if isinstance(given, str) and given.strip().endswith("%"):
             return cls(given, part=_part(given))
         return cls(given, bytes=parse_bytes(given))

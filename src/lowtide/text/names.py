@@ -8,6 +8,16 @@ from collections.abc import Iterable, Sequence
 _NUMBERED = re.compile(r"(?<![^\s.])\d+(?=[.:]|$)")  # the 3 of 'layers.3.conv', and no digit of a name
 
 
+def same_name(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `name` means, in whatever case and with whatever hyphens it is written."""
+    known = list(known)
+    return name if name in known else next((each for each in known if _bare(each) == _bare(name)), None)
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[-_\s]", "", name).casefold()
+
+
 def without_middle(text: str, most: int) -> str:
     """`text`, or its beginning and end if it has more than `most` letters."""
     keep = most // 2 - 1

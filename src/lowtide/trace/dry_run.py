@@ -201,8 +201,8 @@ class StepRecorder(Recorder):
 
     # Tensors that were there before -------------------------------------------------------------------
 
-    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad and self.twins.known(tensor) is None:
+    def twin(self, tensor: torch.Tensor, detached: bool) -> torch.Tensor:
+        if tensor.requires_grad and not detached and self.twins.known(tensor) is None:
             raise CannotTrace(
                 f"a tensor of shape {tuple(tensor.shape)} that requires gradients takes part in the step "
                 f"but belongs to no module that dry_run was given: {current_line()}. "

@@ -71,7 +71,7 @@ class Twins:
         if twin is None:
             twin = self._by_tensor[id(real)] = self._make(real, role, name, module)
             self._real.append(real)
-            if real.grad is not None:
+            if real.is_leaf and real.grad is not None:
                 # Not remembered: the step may drop its gradients, and then the twin must die too.
                 twin.grad = self._make(real.grad, Role.GRADIENT, f"{name}.grad", module)
         return twin

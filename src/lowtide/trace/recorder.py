@@ -62,8 +62,8 @@ class Recorder(TorchDispatchMode, ABC):
         """Where the op that is being dispatched runs."""
 
     @abstractmethod
-    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake in place of a real tensor that the step closes over."""
+    def twin(self, tensor: torch.Tensor, detached: bool) -> torch.Tensor:
+        """A fake in place of a real tensor that the step closes over, or detaches."""
 
     @abstractmethod
     def unknown_number(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -108,12 +108,13 @@ class Recorder(TorchDispatchMode, ABC):
         if spot.engine and self._accumulation.in_place(func, args, kwargs):
             func = aten.add_.Tensor
         if not all(map(self.twins.is_ours, tensors_in(args, kwargs))):
-            args, kwargs = map_tensors(self._fake, (args, kwargs))
+            detached = func is aten.detach.default
+            args, kwargs = map_tensors(partial(self._fake, detached=detached), (args, kwargs))
         self.register_residents()
         return self._record(func, args, kwargs, self._run(func, args, kwargs), spot)
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.twins.is_ours(tensor) else self.twin(tensor)
+    def _fake(self, tensor: torch.Tensor, detached: bool) -> torch.Tensor:
+        return tensor if self.twins.is_ours(tensor) else self.twin(tensor, detached)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The fake result of an op; where it is a matter of numbers, what the known ones make of it."""

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lowtide.compat.trees import tree_map
 from lowtide.errors import BadRequest
 
 
@@ -58,13 +59,16 @@ def training_step(
 ) -> Callable[[], torch.Tensor]:
     """The step that nearly every training loop runs; it returns the loss.
 
-    The model's output stays referenced until the step ends, as it does in a loop that gives it a name.
+    The model's output stays referenced until the step ends, as it does in a loop that gives it a name. Where
+    the example wants a gradient, the step's backward ends there, whatever the example was made from.
     """
-    args, kwargs = arguments(example)
+
+    given = arguments(example)
 
     def step() -> torch.Tensor:
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
+        args, kwargs = tree_map(_beginning, given)
         output = model(*args, **kwargs)
         number = loss_of(output, loss)
         number.backward()
@@ -73,6 +77,12 @@ def training_step(
         return number.detach()
 
     return step
+
+
+def _beginning(thing: Any) -> Any:
+    """A tensor that wants a gradient as one that autograd begins at; everything else as it is."""
+    wants_one = isinstance(thing, torch.Tensor) and thing.requires_grad
+    return thing.detach().requires_grad_() if wants_one else thing
 
 
 def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.text.names import same_name
 from lowtide.zoo import densenet, preresnet, resnet, unet, vgg
 from lowtide.zoo.alexnet import AlexNet
 from lowtide.zoo.gpt import GPT
@@ -23,7 +24,7 @@ from lowtide.zoo.lstm import LSTM
 from lowtide.zoo.mlp import MLP
 from lowtide.zoo.vit import ViT
 
-__all__ = ["BadSize", "Sizes", "UnknownModel", "Workload", "names", "workload"]
+__all__ = ["BadSize", "Sizes", "UnknownModel", "Workload", "known_as", "names", "workload"]
 
 
 class UnknownModel(ValueError):
@@ -83,11 +84,17 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(REGISTRY))
 
 
+def known_as(name: str) -> str:
+    """What the zoo calls a model that is written in another way, as 'ResNet-50' is; else `name`."""
+    return same_name(name, names()) or name.lower()
+
+
 def workload(name: str, sizes: Sizes) -> Workload:
     """The model in train mode and a random batch, both on the current default device.
 
     Raises UnknownModel for a name that is not in the zoo and BadSize for a size that does not fit it.
     """
+    name = known_as(name)
     entry = _entry(name)
     dims = _dims(name, entry, sizes)
     args, loss = entry.batch(dims)

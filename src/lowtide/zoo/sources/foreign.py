@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
 from importlib import import_module
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.errors import BadRequest, MissingExtra, UnknownModel
+from lowtide.text.names import same_name
 from lowtide.zoo.setup import Setup, refuse_strays
 
 _MOST_TOKENS = 1024  # the default length of a text, where the model takes that many
@@ -48,8 +49,8 @@ def from_transformers(kind: str, sizes: Mapping[str, int]) -> Setup:
     """The default configuration of a model type (gpt2, bert, llama, vit, …), changed where `sizes` say so."""
     name = f"hf:{kind}"
     transformers = _library("transformers", extra="hf", purpose=f"{name}")
-    if kind not in transformers.CONFIG_MAPPING:
-        raise UnknownModel(name, [f"hf:{known}" for known in transformers.CONFIG_MAPPING])
+    kind = _kind(kind, name, transformers.CONFIG_MAPPING)
+    name = f"hf:{kind}"
     head = _head(kind)
     pictures = head == "AutoModelForImageClassification"
     with _quiet(transformers), _building(name):
@@ -126,9 +127,8 @@ def from_torchvision(kind: str, sizes: Mapping[str, int]) -> Setup:
     """An image classifier of torchvision.models."""
     name = f"torchvision:{kind}"
     models = _library("torchvision", extra="torchvision", purpose=name).models
-    known = models.list_models(module=models)
-    if kind not in known:
-        raise UnknownModel(name, [f"torchvision:{model}" for model in known])
+    kind = _kind(kind, name, models.list_models(module=models))
+    name = f"torchvision:{kind}"
     refuse_strays(name, sizes, ("batch", "image", "classes"))
     classes = sizes.get("classes", 1000)
     with _building(name):
@@ -142,7 +142,8 @@ def from_timm(kind: str, sizes: Mapping[str, int]) -> Setup:
     name = f"timm:{kind}"
     timm = _library("timm", extra="timm", purpose=name)
     if not timm.is_model(kind):
-        raise UnknownModel(name, [f"timm:{model}" for model in timm.list_models()])
+        kind = _kind(kind, name, timm.list_models())
+        name = f"timm:{kind}"
     refuse_strays(name, sizes, ("batch", "image", "classes"))
     classes = sizes.get("classes", 1000)
     with _building(name):
@@ -167,6 +168,16 @@ def _classification_loss(output: Any, target: Tensor) -> Tensor:
 
 
 # both ----------------------------------------------------------------------------------------------
+
+
+def _kind(written: str, name: str, known: Iterable[str]) -> str:
+    """What a library calls a model. `name` is the whole of what the user wrote: 'torchvision:ResNet18'."""
+    known = list(known)
+    found = same_name(written, known)
+    if found is None:
+        library = name.partition(":")[0]
+        raise UnknownModel(name, [f"{library}:{each}" for each in known])
+    return found
 
 
 def _library(package: str, *, extra: str, purpose: str) -> Any:

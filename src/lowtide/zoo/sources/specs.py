@@ -51,7 +51,7 @@ def load(spec: str, sizes: Mapping[str, int], device: str = "meta") -> Setup:
         with nullcontext() if device == "meta" else torch.device(device):
             return from_file(path, function, sizes)
     library, _, name = spec.partition(":")
-    build = _LIBRARIES.get(library)
+    build = _LIBRARIES.get(library.strip().lower())
     with torch.device(device):
         sizes = {"batch": 1, **sizes}
         return build(name, sizes) if build is not None else _from_zoo(spec, sizes)
@@ -64,4 +64,4 @@ def _from_zoo(name: str, sizes: Mapping[str, int]) -> Setup:
         raise UnknownModel(name, zoo.names()) from None
     except zoo.BadSize as error:
         raise BadRequest(str(error)) from None
-    return Setup(name, found.model, found.kwargs or found.args, found.loss, sizes)
+    return Setup(found.name, found.model, found.kwargs or found.args, found.loss, sizes)

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.aot.graph_backend import Spares
 from lowtide.aot.held import HeldAround
-from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections, dynamo
+from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import uncompiled
 from lowtide.compat.patches import patched
@@ -68,7 +69,7 @@ def capture(
     for this example, and the notes say so. On other numbers it cannot depend.
 
     Model and example may be real, or on the meta device; they are left as they were, also after an error.
-    Dynamo's caches are emptied: functions compiled before will be compiled again when next called.
+    What others have compiled with torch.compile stays compiled.
 
     Raises:
         CannotCapture: the path taken depends on numbers that are not known, or the model, Dynamo or
@@ -88,17 +89,18 @@ def capture_forward(
     device: str | torch.device | None = None,
     name: str | None = None,
     assumptions: Collection[Assumption] = (),
+    spares: Spares | None = None,
 ) -> Graph:
     """Like `capture`, with nothing but the model's forward handed to Dynamo, as when a plan is applied.
 
     What the model's own hooks do, and the loss, runs eagerly, and is written down as such. `assumptions`
-    are those of a dry run of the same step.
+    are those of a dry run of the same step. The graphs as they are taken apart are left in `spares`.
     """
     taken = tuple(assumptions)
-    graph = _capture(model, example, loss, device, name, _step_around_forward, taken)
+    graph = _capture(model, example, loss, device, name, _step_around_forward, taken, spares)
     if graph.assumptions:  # what this capture found out
         taken = (*taken, *graph.assumptions)
-        graph = _capture(model, example, loss, device, name, _step_around_forward, taken)
+        graph = _capture(model, example, loss, device, name, _step_around_forward, taken, spares)
     return replace(graph, assumptions=taken)
 
 
@@ -110,33 +112,37 @@ def _capture(
     name: str | None,
     run: _Run,
     assumptions: Collection[Assumption] = (),
+    spares: Spares | None = None,
 ) -> Graph:
     model = uncompiled(model)
     with without_modes(), torch.inference_mode(False), torch.enable_grad():
         builder, twins = stage([model], device, name or type(model).__name__, Origin.JOINT)
         recorder = _GraphRecorder(builder, twins, model, assumptions)
         with (
-            dynamo(assumptions),
+            recorder.sections.captured() as backend,
             faked(twins, [model, *criteria(loss, model)], None),
             over(recorder.batch, loss) as loss_of_fakes,
             cuda_rules() if builder.relabel else nullcontext(),
         ):
             args, kwargs = replaced(recorder.batch, model, example)
             with twins.mode, recorder:
-                return _recorded(recorder, model, loss_of_fakes, args, kwargs, run)
+                graph = _recorded(recorder, partial(run, backend), model, loss_of_fakes, args, kwargs)
+        if spares is not None:
+            spares.hold(recorder.sections.taken_apart())
+    return graph
 
 
 def _recorded(
     recorder: _GraphRecorder,
+    run: Callable[[nn.Module, Loss | None, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]],
     model: nn.Module,
     loss: Loss | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    run: _Run,
 ) -> Graph:
     """Run the step and return its graph. The output is referenced to the end, as in a training loop."""
     with _explained():
-        output, kept = run(recorder.sections.backend, model, loss, args, kwargs)
+        output, kept = run(model, loss, args, kwargs)
     roots = _roots(output, loss)
     tangents = recorder.tangents(roots)
     with _explained():

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lowtide.aot.eager_kernels import use_eager_kernels
-from lowtide.aot.halves import Halves, results_of
+from lowtide.aot.halves import Halves, identity, results_of
 from lowtide.aot.mark import Mark
 from lowtide.aot.unused_draws import draw_once, name_results_of_unused_draws
 from lowtide.aot.unused_outputs import cut_off
@@ -32,7 +32,7 @@ class CapturedGraph(ABC):
     """
 
     def __init__(self) -> None:
-        self._halves: Halves | None = None
+        self._apart: TakenApart | None = None
 
     # What a kind of backend decides ---------------------------------------------------------------------
 
@@ -44,54 +44,118 @@ class CapturedGraph(ABC):
     def run_backward(self, mark: Mark, args: list[Any]) -> Any:
         """The results of the backward that belongs to the forward with this mark. Empties `args`."""
 
-    def without_backward(self, graph: fx.GraphModule) -> Run:
-        """What runs a graph in which nothing needs a backward."""
-        return lambda args: self.run_forward(args)[0]
+    def without_backward(self, graph: fx.GraphModule) -> Run | None:
+        """What runs a graph in which nothing needs a backward; None for `run_forward`."""
+        return None
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
         """Cut the joint graph in two. Whoever has more to do before or after extends this."""
         forward, backward = _cut_in_two(joint, inputs, **options)
-        self._halves = Halves(forward, backward, options["num_fwd_outputs"])
+        self.apart.halves = Halves(forward, backward, options["num_fwd_outputs"])
         return forward, backward
 
     # What all of them do --------------------------------------------------------------------------------
 
     @property
+    def apart(self) -> TakenApart:
+        """The graph as AOTAutograd has made it run."""
+        assert self._apart is not None, "a graph is compiled first"
+        return self._apart
+
+    @property
     def halves(self) -> Halves:
         """The graph as it was cut."""
-        assert self._halves is not None, "AOTAutograd partitions, then compiles, then runs"
-        return self._halves
+        assert self.apart.halves is not None, "AOTAutograd partitions, then compiles, then runs"
+        return self.apart.halves
 
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], gradientless: Sequence[int] = ()
     ) -> Callable[..., Any]:
         """What Dynamo is to call in place of `module`, of whose outputs `gradientless` get no gradient."""
+        self._apart = TakenApart(self, identity(module, gradientless))
+        return self._apart.compile(module, inputs, gradientless)
+
+    def compile_as(self, apart: TakenApart) -> Callable[..., Any]:
+        """The same for a graph that another backend has compiled, which is done with it."""
+        self._apart, apart.runs = apart, self
+        call, apart.call = apart.call, None
+        assert call is not None, "it was compiled"
+        return call
+
+
+class TakenApart:
+    """A graph on its way through AOTAutograd, and what came out: a function that calls two halves.
+
+    What runs in place of the halves is for a `CapturedGraph` to say, and may become another's task: taking a
+    graph apart is most of the work, and tensors and their fakes are all the same to what comes of it.
+    """
+
+    def __init__(self, runs: CapturedGraph, identity: str | None) -> None:
+        self.runs = runs
+        self.identity = identity
+        self.halves: Halves | None = None
+        self.call: Callable[..., Any] | None = None
+
+    def compile(
+        self, module: fx.GraphModule, inputs: Sequence[Any], gradientless: Sequence[int]
+    ) -> Callable[..., Any]:
+        """What Dynamo is to call."""
         compile_ = aot_autograd(
             fw_compiler=self._compile_forward,
             bw_compiler=self._compile_backward,
-            partition_fn=self.partition,
+            partition_fn=self._partition,
             keep_inference_input_mutations=True,  # updates of buffers become ops of the forward
         )
         with drawing_as_eager(), as_they_run():
-            return cut_off(module, gradientless, lambda: compile_(module, inputs))
+            self.call = cut_off(module, gradientless, lambda: compile_(module, inputs))
+        return self.call
+
+    def _partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
+        return self.runs.partition(joint, inputs, **options)
 
     def _compile_forward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Run:
-        if self._halves is not None:
+        if self.halves is not None:
             return boxed(self._forward)
-        self._halves = Halves(graph, None, len(results_of(graph)))
-        return boxed(self.without_backward(graph))
+        self.halves = Halves(graph, None, len(results_of(graph)))
+        return boxed(self.runs.without_backward(graph) or self._forward_alone)
 
     def _compile_backward(self, graph: fx.GraphModule, _: Sequence[Any]) -> Run:
         return boxed(self._backward)
 
     def _forward(self, args: list[Any]) -> list[Any]:
-        results, mark = self.run_forward(args)
-        user = self.halves.user_results
+        results, mark = self.runs.run_forward(args)
+        user = self.runs.halves.user_results
         return [*results[:user], mark, *results[user:]]  # what is saved comes last, and the mark first of it
+
+    def _forward_alone(self, args: list[Any]) -> Sequence[Any]:
+        return self.runs.run_forward(args)[0]
 
     def _backward(self, args: list[Any]) -> Any:
         mark = Mark.read(args.pop(0))
-        return self.run_backward(mark, args)
+        return self.runs.run_backward(mark, args)
+
+
+class Spares:
+    """Graphs that a capture has taken apart, until the plan that is made of them is put to work."""
+
+    def __init__(self) -> None:
+        self._graphs: list[TakenApart] = []
+
+    def hold(self, graphs: Sequence[TakenApart]) -> None:
+        """Hold these, and no others."""
+        self._graphs = list(graphs)
+
+    def take(self, identity: str | None) -> TakenApart | None:
+        """A graph of this identity, which is not held any longer."""
+        found = next((each for each in self._graphs if each.identity == identity is not None), None)
+        self._graphs = [each for each in self._graphs if each is not found]
+        return found
+
+    def handed_on(self) -> Spares:
+        """All of them, which are not held here any longer."""
+        found = Spares()
+        found._graphs, self._graphs = self._graphs, []
+        return found
 
 
 def _cut_in_two(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
 from lowtide.compat.tensors import storage_key, tensors_in
@@ -50,6 +51,33 @@ class Halves:
     def gradients(self) -> list[Any]:
         """What the backward makes: nodes, and None where there is no gradient."""
         return [] if self.backward is None else results_of(self.backward)
+
+
+def identity(module: fx.GraphModule, gradientless: Sequence[int]) -> str | None:
+    """Tells one of Dynamo's graphs from others: what it does with what, and which outputs get no gradient.
+
+    None where that cannot be told: there are tensors or graphs inside of it.
+    """
+    lines = [f"{list(gradientless)}"]
+    storages: dict[int, int] = {}
+    for node in module.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            return None
+        lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
+        if node.op == "placeholder":
+            lines.append(_given(node.meta.get("example_value"), storages))
+    return "\n".join(lines)
+
+
+def _given(thing: Any, storages: dict[int, int]) -> str:
+    """What is told of one input; `storages` are those of the inputs before it."""
+    if not isinstance(thing, torch.Tensor):
+        return repr(thing)
+    if thing.layout is not torch.strided:
+        return f"{type(thing)} at {id(thing)}"
+    shared = storages.setdefault(storage_key(thing), len(storages))
+    place = (thing.device, thing.dtype, tuple(thing.shape), thing.stride(), thing.storage_offset(), shared)
+    return f"{place} {thing.requires_grad} {thing.is_leaf}"
 
 
 def results_of(graph: fx.GraphModule) -> list[Any]:

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lowtide.aot.graph_backend import CapturedGraph
+from lowtide.aot.graph_backend import CapturedGraph, TakenApart
 from lowtide.aot.halves import module_stack
 from lowtide.aot.mark import Mark
 from lowtide.aot.unused_outputs import differentiable_outputs, gradientless
 from lowtide.compat.dispatch import without_modes
-from lowtide.compat.dynamo import CHATTY_LOGGERS, configured, graph_breaks, reset
-from lowtide.compat.dynamo_caches import forget_tracing
+from lowtide.compat.dynamo import CHATTY_LOGGERS, configured, graph_breaks
+from lowtide.compat.dynamo_caches import forget_compiled, forget_tracing
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.ir.assumptions import Assumption, NoGradient
 from lowtide.ir.graph import Phase
@@ -48,6 +48,8 @@ _SETTINGS: Mapping[str, Any] = {
     "optimize_ddp": False,  # it would cut graphs where DDP's buckets end; a plan is for whole ones
 }
 
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
 OUTSIDE = -1  # the section of an op that runs eagerly, between or around the captured graphs
 
 
@@ -62,18 +64,8 @@ def settings() -> dict[str, Any]:
 
 
 @contextmanager
-def dynamo(assumptions: Collection[Assumption] = ()) -> Iterator[None]:
-    """Dynamo set up for a capture; afterwards it is as before, and remembers nothing."""
-    with compiling(assumptions):
-        try:
-            yield
-        finally:
-            reset()
-
-
-@contextmanager
 def compiling(assumptions: Collection[Assumption] = ()) -> Iterator[None]:
-    """Dynamo set up as for a capture, so that it captures the same graphs; afterwards it is as before.
+    """Dynamo set up so that a capture and what runs later have the same graphs; afterwards it is as before.
 
     `assumptions` are those of the captured graph.
     """
@@ -185,7 +177,7 @@ class Section:
 
 
 class Sections:
-    """A Dynamo backend: captures graphs and, when they are called, walks through their ops.
+    """Captures graphs for Dynamo and, when they are called, walks through their ops.
 
     `here` says at any time which op of which section runs; None between graphs.
     """
@@ -207,11 +199,25 @@ class Sections:
         self.count = 0
         self._earlier_breaks = len(graph_breaks())
 
-    def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    @contextmanager
+    def captured(self) -> Iterator[Backend]:
+        """A backend that captures, and Dynamo set up for it; afterwards it remembers nothing of that."""
+        backend = self.compile  # the very same object each time: Dynamo tells backends apart by that
+        with compiling(self.assumptions):
+            try:
+                yield backend
+            finally:
+                forget_compiled(backend)
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture one of Dynamo's graphs."""
         graph = _WalkedGraph(self, differentiable_outputs(module))
         self.graphs.append(graph)
         return graph.compile(module, inputs, gradientless(self.assumptions, len(self.graphs) - 1))
+
+    def taken_apart(self) -> list[TakenApart]:
+        """The graphs, for a backend that is to run them now. This one is done with them."""
+        return [graph.apart for graph in self.graphs if graph.apart.identity is not None]
 
     def found_gradientless(self) -> list[NoGradient]:
         """Assumptions for another capture: the outputs that got zeros for gradients in this one."""

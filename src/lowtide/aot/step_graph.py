@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lowtide.aot.capture import capture_forward
+from lowtide.aot.graph_backend import Spares
 from lowtide.aot.tangents import with_held_tangents
 from lowtide.cost.price import with_costs
 from lowtide.errors import BadRequest
@@ -22,8 +23,9 @@ from lowtide.trace.dry_run import Trace
 from lowtide.trace.spec import StepSpec
 
 
-def step_graph(spec: StepSpec, plain: Trace) -> Graph:
+def step_graph(spec: StepSpec, plain: Trace, spares: Spares | None = None) -> Graph:
     """The graph of one step. `plain` is a dry run of it, from which the optimizer's part is taken.
+    The graphs as they are taken apart are left in `spares`.
 
     Raises:
         CannotCapture: the model cannot be captured.
@@ -37,6 +39,7 @@ def step_graph(spec: StepSpec, plain: Trace) -> Graph:
         device=spec.device,
         name=spec.name,
         assumptions=plain.graph.assumptions,
+        spares=spares,
     )
     graph = with_held_tangents(with_costs(captured, spec.progress) if spec.profile else captured)
     if spec.accumulate > 1:

@@ -37,7 +37,6 @@ PRIVATE = (
         "random ops whose results nobody uses stay in captured graphs where it is on",
     ),
     Private("torch._inductor.config.patch", "switches that on, and off again"),
-    Private("torch._dynamo.reset", "makes Dynamo forget what it compiled for a capture"),
     Private("torch._dynamo.exc", "a logger goes by this name that repeats what errors say"),
     Private("torch._dynamo.metrics_context", "a logger goes by this name that fails before torch 2.12"),
     Private("torch._dynamo.variables.tensor", "a logger goes by this name that repeats what errors say"),
@@ -97,11 +96,6 @@ def drawing_as_eager() -> AbstractContextManager[None]:
     """While the block runs, graphs are captured with every draw in them, also those that nobody looks at."""
     change: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)
     return change
-
-
-def reset() -> None:
-    """Dynamo forgets everything that it has compiled."""
-    torch._dynamo.reset()
 
 
 def take_a_list(graph: fx.Graph) -> None:

@@ -7,15 +7,12 @@ class.
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Iterable
-from types import CodeType
 
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+from torch._dynamo.convert_frame import compile_lock, input_codes
 from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.utils import get_metrics_context
-from torch._guards import TracingContext
 
 from lowtide.compat.private import Private
 
@@ -26,7 +23,11 @@ PRIVATE = (
     Private("torch._dynamo.eval_frame.cached_backends", "every backend that was used since the last reset"),
     Private("torch._dynamo.utils.get_metrics_context", "notes the stack of every compilation, for ever"),
     Private("torch._dynamo.metrics_context.MetricsContext._edits", "those stacks"),
-    Private("torch._guards.TracingContext.get_traced_code", "the code that is being compiled"),
+    Private(
+        "torch._C._dynamo.eval_frame.reset_code", "drops what is noted with code of which nothing is compiled"
+    ),
+    Private("torch._dynamo.convert_frame.compile_lock", "nothing is compiled while something is dropped"),
+    Private("torch._dynamo.convert_frame.input_codes", "the code of every frame that Dynamo has met"),
     Private(
         "inspect._shadowed_dict_from_mro_tuple",
         "holds classes that Dynamo has looked at",
@@ -49,18 +50,20 @@ def forget_tracing() -> None:
         classes.cache_clear()
 
 
-def frame_being_compiled() -> CodeType:
-    """The code that Dynamo is compiling: asked by a backend, while it is called."""
-    traced = TracingContext.get_traced_code()
-    assert traced, "Dynamo calls its backends while it traces"
-    return traced[0]
+def forget_compiled(backend: object) -> None:
+    """Have Dynamo drop what `backend` compiled, as it does where something that it guards dies.
 
-
-def forget_compiled(backend: object, codes: Iterable[weakref.ref[CodeType]]) -> None:
-    """Have Dynamo drop what `backend` compiled of `codes`, as it does where something that it guards dies."""
-    found = (reference() for reference in codes)
-    for entry in (entry for code in found if code for entry in _debug_get_cache_entry_list(code)):
-        state = entry.guard_manager.extra_state
-        if state is not None and getattr(entry.backend, "compiler_fn", None) is backend:
-            cached_backends.pop(id(entry.backend), None)
-            state.invalidate(entry, DeletedGuardManagerWrapper("the plan was given up"))
+    What others have compiled stays. Code of which nothing else is compiled is as if it had never been met:
+    Dynamo notes with it what is not worth another try.
+    """
+    with compile_lock:
+        for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
+            entries = _debug_get_cache_entry_list(code)
+            of_backend = [each for each in entries if getattr(each.backend, "compiler_fn", None) is backend]
+            for entry in of_backend:
+                state = entry.guard_manager.extra_state
+                cached_backends.pop(id(entry.backend), None)
+                if state is not None:
+                    state.invalidate(entry, DeletedGuardManagerWrapper("the plan was given up"))
+            if len(of_backend) == len(entries):
+                reset_code(code)

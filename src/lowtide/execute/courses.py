@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lowtide.aot.graph_backend import Spares
 from lowtide.aot.sections import compiling
 from lowtide.compat.dynamo_caches import forget_compiled
 from lowtide.execute.layer_hooks import LayerCourse
@@ -52,19 +53,21 @@ def course_of(
     solution: Solution | GraphSolution,
     own: Callable[..., Any] | None,
     astray: Callable[[str], None],
+    spares: Spares | None = None,
 ) -> Course:
     """`solution` at work in `model`, whose forward is `own`, or that of its class.
 
-    `astray` is told how the model has left the path that was planned, where that can be gone on with.
+    `astray` is told how the model has left the path that was planned, where that can be gone on with. What
+    is in `spares` need not be taken apart again.
 
     Raises:
         CannotApply: the plan was made for a model with other parameters.
     """
     if isinstance(solution, Solution):
         return LayerCourse(model, solution, astray)
-    execution = Execution(solution.graph, solution.schedule)
+    execution = Execution(solution.graph, solution.schedule, spares)
     backend = execution.backend
     compiled = torch.compile(own or type(model).forward, backend=backend, dynamic=False)
     course = OpsCourse(execution, compiled, is_method=own is None)
-    weakref.finalize(course, forget_compiled, backend, execution.frames).atexit = False
+    weakref.finalize(course, forget_compiled, backend).atexit = False
     return course

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lowtide.aot.graph_backend import Spares
 from lowtide.compat.ddp import let_go_of_old_buckets
 from lowtide.compat.modules import is_replica, module_being_called
 from lowtide.errors import BadRequest, CannotApply
@@ -43,11 +44,13 @@ def reroute(
     accumulate: int = 1,
     replan: Replan | None = None,
     of_layers: bool = False,
+    spares: Spares | None = None,
 ) -> Model:
     """Make `model` train as `solution` plans, in place, and return it; see `lowtide.apply`.
 
     Without a solution, `replan` makes one for the first inputs of its training, whatever they are. Its plans
-    may be of layers, and `of_layers` says that all are: these run hooks as they come.
+    may be of layers, and `of_layers` says that all are: these run hooks as they come. What it has taken apart
+    for them is in `spares`.
     """
     if on_new_inputs not in ON_NEW_INPUTS:
         raise BadRequest(f"on_new_inputs is {on_new_inputs!r}; it is one of {', '.join(ON_NEW_INPUTS)}.")
@@ -58,7 +61,7 @@ def reroute(
     before = model.__dict__.get(_FORWARD)
     remove(model)
     solutions = {} if solution is None else {_inputs(model, solution, of_layers): solution}
-    route = _Route(model, solutions, on_new_inputs, accumulate, replan, of_layers)
+    route = _Route(model, solutions, on_new_inputs, accumulate, replan, of_layers, spares or Spares())
     if isinstance(before, _Route) and before.model is model:
         route.take_over(before)
     model.__dict__[_FORWARD] = route
@@ -139,6 +142,7 @@ class _Route:
         accumulate: int,
         replan: Replan | None,
         of_layers: bool,
+        spares: Spares,
     ) -> None:
         self.own: Callable[..., Any] | None = model.__dict__.get(_FORWARD)
         self.__signature__ = inspect.signature(model.forward)  # trainers look at it
@@ -149,6 +153,7 @@ class _Route:
         self._accumulate = accumulate
         self._replan = replan
         self._of_layers = of_layers
+        self._spares = spares
         self._courses: dict[tuple[str, ...], Course] = {}
         self._told: set[str] = set()
 
@@ -196,7 +201,8 @@ class _Route:
             else:
                 self.solutions[inputs] = self._planned(self._replan, inputs, model, args, kwargs)
         if inputs not in self._courses:
-            self._courses[inputs] = course_of(model, self.solutions[inputs], self.own, self._astray)
+            solution, spares = self.solutions[inputs], self._spares.handed_on()
+            self._courses[inputs] = course_of(model, solution, self.own, self._astray, spares)
         return self._courses[inputs]
 
     def _astray(self, how: str) -> None:

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
 
 from lowtide.aot.codegen import SectionCode, emit
+from lowtide.aot.graph_backend import Spares
+from lowtide.aot.halves import identity
 from lowtide.aot.mark import Mark
 from lowtide.aot.planned_graph import PlannedGraph
 from lowtide.aot.unused_outputs import gradientless
-from lowtide.compat.dynamo_caches import frame_being_compiled
 from lowtide.errors import CannotApply
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Schedule
@@ -33,14 +33,15 @@ class Execution:
     their order.
     """
 
-    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+    def __init__(self, graph: Graph, schedule: Schedule, spares: Spares | None = None) -> None:
         self.graph = graph
         self.schedules = [
             schedule
         ]  # the last one is followed; forwards before it may still wait for their backward
-        self.frames: list[weakref.ref[CodeType]] = []  # whose code Dynamo has compiled for it
         self._sections = 1 + max((op.section for op in graph.ops), default=-1)
         self._next = 0
+        self._has_begun = False
+        self._spares = spares or Spares()
         self._numbers: dict[int, int] = {}  # of Dynamo's graphs, by the section that each was compiled for
 
     def follow(self, schedule: Schedule) -> None:
@@ -50,6 +51,9 @@ class Execution:
     def begin(self) -> None:
         """A forward of the whole model begins."""
         self._next = 0
+        if self._has_begun:
+            self._spares.hold(())  # whatever is compiled later is compiled because something has changed
+        self._has_begun = True
 
     @property
     def backend(self) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
@@ -65,10 +69,11 @@ class Execution:
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs."""
-        self.frames.append(weakref.ref(frame_being_compiled()))
-        # Planning anything else empties Dynamo's caches: a graph that is compiled again keeps its number.
+        # What is compiled again, because something that it was compiled for has changed, keeps its number.
         number = self._numbers.setdefault(self._next, len(self._numbers))
-        return _ScheduledGraph(self).compile(module, inputs, gradientless(self.graph.assumptions, number))
+        cut_off = gradientless(self.graph.assumptions, number)
+        graph, spare = _ScheduledGraph(self), self._spares.take(identity(module, cut_off))
+        return graph.compile(module, inputs, cut_off) if spare is None else graph.compile_as(spare)
 
     def next_section(self) -> int:
         """The section that begins to run now."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.aot.graph_backend import Spares
 from lowtide.aot.step_graph import check_accumulation
 from lowtide.chain.cuts import Granularity
 from lowtide.cost.profile import Progress
@@ -168,7 +169,14 @@ def optimize(
         check_accumulation(accumulate)
         anew = _OpsAnew(spec_of, chosen, asked, insists=method != AUTO)
         planned = None if example is None else anew(model, *arguments(example))
-        return reroute(model, planned, on_new_inputs=on_new_inputs, accumulate=accumulate, replan=anew)
+        return reroute(
+            model,
+            planned,
+            on_new_inputs=on_new_inputs,
+            accumulate=accumulate,
+            replan=anew,
+            spares=anew.spares,
+        )
     assert not isinstance(chosen, Scheduler)
     refuse_op_level_requests(asked, accumulate)
     again = _Again(spec_of, granularity, modules, chosen, asked)
@@ -206,9 +214,10 @@ class _OpsAnew:
     budget: Budget
     insists: bool  # on a plan of the whole step
     has_told: bool = False  # that there is none
+    spares: Spares = field(default_factory=Spares)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnySolution:
-        ladder = Ladder(self.spec_of(model, Arguments(args, kwargs)), self.method)
+        ladder = Ladder(self.spec_of(model, Arguments(args, kwargs)), self.method, self.spares)
         self.budget = ladder.step.settled(self.budget)
         found = ladder.step.within(self.method, self.budget) if self.insists else ladder.within(self.budget)
         learn_of_loss(ladder.spec, ladder.step.plain)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeAlias
 
+from lowtide.aot.graph_backend import Spares
 from lowtide.chain.cuts import Granularity
 from lowtide.errors import BadRequest, CannotTrace, InfeasibleBudget, LowtideError
 from lowtide.planner.layers import Rehearsal
@@ -37,11 +38,12 @@ class Ladder:
 
     spec: StepSpec
     method: str | Scheduler  # which plans ops
+    spares: Spares | None = None
 
     @cached_property
     def step(self) -> StepBudget:
         """The step, op by op."""
-        return StepBudget(self.spec)
+        return StepBudget(self.spec, self.spares)
 
     @cached_property
     def rehearsal(self) -> Rehearsal:

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 
+from lowtide.aot.graph_backend import Spares
 from lowtide.aot.step_graph import step_graph
 from lowtide.errors import InfeasibleBudget
 from lowtide.execute.apply import set_aside
@@ -34,6 +35,7 @@ class StepBudget:
     """A step that is planned op by op."""
 
     spec: StepSpec
+    spares: Spares | None = None  # where graphs are left for whoever puts the plan to work
 
     def surrounded(self, graph: Graph) -> Graph:
         """`graph` with what is held beside the step all the time: nothing, unless an engine holds some."""
@@ -57,7 +59,7 @@ class StepBudget:
     def graph(self) -> Graph:
         """The step as it runs op by op."""
         with self.set_aside():
-            graph = step_graph(self.spec, self._alone)
+            graph = step_graph(self.spec, self._alone, self.spares)
         return self.surrounded(graph)
 
     @property

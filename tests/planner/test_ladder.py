@@ -263,6 +263,7 @@ def test_a_plan_comes_off() -> None:
     assert_trains_as(model, plain)
 
 
+@pytest.mark.filterwarnings("ignore:lowtide. the model meets inputs without a plan")
 def test_an_exception_in_the_middle_leaves_nothing_behind() -> None:
     model, plain = made(OnASum), made(OnASum)
     planned(model, "min")

@@ -232,7 +232,12 @@ class _Route:
                 f"the model meets inputs without a plan ({_difference(inputs, self.solutions)}). They are "
                 "planned for now, under the same budget, and remembered; so are others from now on.",
             )
-        return replan(model, args, kwargs)
+        try:
+            return replan(model, args, kwargs)
+        except BadRequest:
+            with torch.no_grad():  # what is wrong with the user's own code is told in its own words
+                self._plain(model)(*args, **kwargs)
+            raise
 
     def _refuse_or_warn(self, inputs: tuple[str, ...]) -> None:
         self._unplanned(

@@ -257,3 +257,32 @@ def test_where_there_is_no_new_plan_a_hook_is_refused_and_named() -> None:
     HOOKS["forward"](model)
     with pytest.raises(CannotApply, match="hooks doubled_output on 2"):
         model(X)
+
+
+class Reassigning(nn.Module):
+    """Assigns a buffer to itself in every forward, as models do that want it on the device of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.scale: torch.Tensor = nn.Buffer(torch.full((16,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x).exp()
+        self.scale = self.scale.to(device=x.device, dtype=x.dtype)
+        loss: torch.Tensor = (hidden * self.scale).exp().square().mean()
+        return loss
+
+
+def test_a_buffer_may_be_assigned_to_itself() -> None:
+    torch.manual_seed(0)
+    model, x = Reassigning(), torch.randn(64, 16)
+    model(x).backward()
+    plain = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    lowtide.optimize(model, (x,), budget="90%", effort="quick", profile=False)
+    model(x).backward()
+    for parameter, gradient in zip(model.parameters(), plain, strict=True):
+        assert parameter.grad is not None
+        assert gradient is not None
+        assert torch.equal(parameter.grad, gradient)

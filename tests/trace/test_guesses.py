@@ -87,6 +87,7 @@ KNOWN = {
     "a draw that was written over": (lambda _: torch.rand(2).add_(5)[0] < 0.0, None),
     "a constant": (lambda _: torch.tensor(3) > 2, True),
     "ones": (lambda _: torch.ones(3, dtype=torch.int64).sum() == 3, True),
+    "floats made of whole numbers": (lambda _: ((1.0 - torch.ones(2, 3)) * -9.0 < 0).any(), False),
     "like another": (lambda hidden: torch.full_like(hidden, 7, dtype=torch.int64).max() == 7, True),
 }
 
@@ -245,6 +246,13 @@ def test_a_mask_that_is_known_to_choose_fewer_is_profiled_as_such(tmp_path: Path
     assert trace.graph.assumptions == ()
     chosen = next(op for op in trace.graph.ops if op.target == "aten.index.Tensor")
     assert [trace.graph.values[value].bytes for value in chosen.creates] == [3 * 4 * 4]
+
+
+def test_a_count_of_what_topk_chose_is_as_long_as_there_are_choices() -> None:
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * torch.bincount(hidden.topk(2, dim=1).indices.flatten(), minlength=4)
+
+    assert traced(counted).graph.assumptions == ()
 
 
 def test_a_ctc_loss_whose_lengths_are_known_needs_no_guess() -> None:

@@ -81,6 +81,8 @@ class Twins:
             twin = self._view_of_storage(real, shared=role is not Role.GRADIENT)
         if isinstance(real, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=real.requires_grad)
+        elif isinstance(real, nn.Buffer):  # a module that assigns it to itself registers it anew
+            twin = nn.Buffer(twin, persistent=real.persistent)
         self.pending.append(Resident(twin, role, name, module))
         return twin
 

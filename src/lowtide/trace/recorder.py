@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode, ABC):
         except DataDependentOutputException:
             return self.unknown_number(func, args) if numbers is None else self.decided(numbers)
         except DynamicOutputShapeException:
-            if numbers is None and self.sizes.is_known(func, args):
+            if numbers is None and self.sizes.is_known(func, args, kwargs):
                 return self.decided(self.sizes.result(func, args, kwargs))
             if numbers is None:
                 return self.unknown_size(func, args, kwargs)

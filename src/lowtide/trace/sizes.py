@@ -36,11 +36,14 @@ class ResultSizes:
             "aten._ctc_loss.Tensor": self._ctc_loss,
         }
 
-    def is_known(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether the size of a result follows from numbers that are known."""
+    def is_known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the size of a result follows from numbers that are known, or from their bounds."""
         if func is aten.index.Tensor:
             masks = [each for each in args[1] if each is not None and each.dtype in _MASKS]
             return all(self._shadows.known(mask) is not None for mask in masks)
+        if func is aten.bincount.default:  # of what an op chose among as many: their number
+            between = self._shadows.ranges.of(args[0])
+            return between is not None and between.most < _counting(args, kwargs)[2]
         return target_name(func) == "aten._ctc_loss.Tensor" and self._shadows.known(args[3]) is not None
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -80,8 +83,7 @@ class ResultSizes:
 
     def _bincount(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """As many as there are values; none, if nothing is known of these."""
-        given, weights, least = _completed(args, None, 0)
-        weights, least = kwargs.get("weights", weights), kwargs.get("minlength", least)
+        given, weights, least = _counting(args, kwargs)
         between = self._shadows.ranges.of(given)
         if between is None:
             return None
@@ -130,6 +132,12 @@ class ResultSizes:
             _like(scores, (batch,) if scores.dim() == 3 else (), scores.dtype),
             _like(scores, (batch, steps, 2 * longest + 1), scores.dtype),
         )
+
+
+def _counting(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, int]:
+    """What `bincount` counts, with which weights, and how many it returns at least."""
+    given, weights, least = _completed(args, None, 0)
+    return given, kwargs.get("weights", weights), kwargs.get("minlength", least)
 
 
 def _completed(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:

@@ -255,6 +255,30 @@ def test_loops_that_are_not_compiled_find_the_same() -> None:
     assert result.stderr.count("llvmlite is not installed") == 1
 
 
+# Many runs --------------------------------------------------------------------------------------------
+
+
+def test_what_runs_again_can_change_altogether_where_there_is_no_room_for_both() -> None:
+    drawing = Drawing()
+    seeds = [drawing.value(f"seed {number}", 10) for number in range(2)]
+    for seed in seeds:
+        drawing.op("aten.make.default", creates=[seed])
+    for number in range(60):
+        drawing.op("aten.use.default", reads=seeds, creates=[drawing.value(f"use {number}", 10)])
+    graph = drawing.graph()
+    work = work_of(graph)
+    slots = slots_of(work)
+    late, early = (
+        np.array(
+            [op * len(graph.ops) + slot for op in range(2) for slot in range(first, first + 20)], np.int64
+        )
+        for first in (40, 10)
+    )
+    change_to(work, slots, late)
+    change_to(work, slots, early)  # an op has a place for 24 runs, and these two are 40
+    assert codes_in(slots).tolist() == early.tolist()
+
+
 # Refusals -------------------------------------------------------------------------------------------
 
 

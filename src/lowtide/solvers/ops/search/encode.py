@@ -137,7 +137,10 @@ def pairs_of(codes: Numbers, ops: int) -> list[Pair]:
 
 def change_to(work: Work, slots: Slots, codes: Numbers) -> None:
     """Make these pairs what runs again."""
-    toggle_all(work, slots, np.setxor1d(codes_in(slots), codes, assume_unique=True))
+    before = codes_in(slots)
+    # What goes first makes room: there is a place for `MOST_AGAIN` runs of an op, and for no more.
+    toggle_all(work, slots, np.setdiff1d(before, codes, assume_unique=True))
+    toggle_all(work, slots, np.setdiff1d(codes, before, assume_unique=True))
     refresh(work, slots)
 
 

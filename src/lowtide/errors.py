@@ -17,6 +17,7 @@
     ├── CannotCapture         the model cannot be captured; names the user's line
     ├── CannotTrace           the dry run cannot follow the step; names the user's line
     ├── CannotApply           a plan does not fit the model, or the model cannot be recomputed
+    ├── PlanDisagrees         a real step under the plan is not the plain one; says what differs
     ├── CannotRun             a graph has an op that cannot be called; names it
     └── MissingExtra          an optional dependency is needed; says what to install
 
@@ -28,8 +29,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from lowtide.text.units import format_bytes  # which imports nothing
+
+_DIFFERENCES_SHOWN = 3
 
 
 class LowtideError(Exception):
@@ -190,6 +194,43 @@ class CannotTrace(LowtideError):
 
 class CannotApply(LowtideError):
     """A plan was made for another model or batch, or a part of the model cannot be run twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What of a planned step is not as in a plain one: of a peak in bytes, of all else the largest number.
+
+    `what` is "loss", "gradient", "buffer", "input", "random state" or "peak", `name` says of which parameter.
+    `by` is infinite where one of the two steps has no such thing.
+    """
+
+    what: str
+    name: str
+    by: float
+    allowed: float
+
+    def __str__(self) -> str:
+        named = f"the {self.what}{f' of {self.name!r}' if self.name else ''}"
+        if self.what == "peak":
+            return f"{named} is {format_bytes(int(self.by))} ({int(self.by)} bytes) higher than promised"
+        if self.by == float("inf"):
+            return f"{named} is there in one of the two steps only, or not a number in one"
+        return f"{named} is off by {self.by:.3g}, and by {self.allowed:.3g} it may be"
+
+
+class PlanDisagrees(LowtideError):
+    """A step was run under a plan, to verify it, and is not what the plain step is."""
+
+    def __init__(self, method: str, differences: Sequence[Difference]) -> None:
+        self.method = method
+        self.differences = tuple(differences)
+        more = len(self.differences) - _DIFFERENCES_SHOWN
+        shown = "; ".join(map(str, self.differences[:_DIFFERENCES_SHOWN]))
+        super().__init__(
+            f"the plan of {method} was tried on a real step, and was not put to use: {shown}"
+            f"{f'; and {more} more' if more > 0 else ''}. Plan by another method, or within a lower "
+            "budget if only the peak differs, or train without a plan; and please report it."
+        )
 
 
 class RanksDisagree(LowtideError):

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 import lowtide
+from lowtide.aot import codegen
 from lowtide.chain.cuts import Granularity
 from lowtide.cli import main
 from lowtide.cli.options import GRANULARITIES
@@ -349,6 +351,43 @@ def test_measuring_where_there_is_no_device_is_refused() -> None:
     result = run("compare", "mlp", "--device", "cuda", "--measure")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "error: cannot measure on 'cuda': this machine has no such device." in result.stderr
+
+
+# Verified -------------------------------------------------------------------------------------------------
+
+
+def on_the_cpu(folder: Path, *arguments: str) -> Result:
+    (folder / "mine.py").write_text(USER_FILE.replace('torch.device("meta")', 'torch.device("cpu")'))
+    return run("plan", "mine.py:four", "--device", "cpu", "--no-profile", "--verify", *arguments)
+
+
+def test_a_plan_is_verified_on_a_model_that_is_built_for_real(folder: Path) -> None:
+    result = on_the_cpu(folder, "--method", "chen-sqrt", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    verified = document["verified"]
+    assert verified["to_the_bit"] is verified["plain_fits"] is True
+    assert verified["peak_bytes"] <= verified["allowed_bytes"]
+    assert any(note.startswith("verified on a real step") for note in document["notes"])
+
+
+def test_a_plan_that_is_tried_and_wrong_is_one_message_and_not_saved(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quicker: Any = codegen._QUICKER
+    monkeypatch.setitem(quicker, torch.ops.aten.tanh.default, torch.sin)
+    result = on_the_cpu(folder, "--budget", "min", "-o", "out.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert (
+        "error: the plan of auto was tried on a real step, and was not put to use: the loss" in result.stderr
+    )
+    assert {path.name for path in folder.iterdir()} == {"mine.py"}
+
+
+def test_a_frontier_is_not_verified() -> None:
+    result = plan("--frontier", "--verify")
+    assert result.exit_code == 2
+    assert "Verify one of them: --budget and --verify." in result.stderr
 
 
 # Steps that cannot be captured ----------------------------------------------------------------------------

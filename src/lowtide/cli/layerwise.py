@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,7 @@ from lowtide.text.budget import Budget
 
 if TYPE_CHECKING:
     from lowtide.planner.layers import Rehearsal
+    from lowtide.planner.verify import Verification
     from lowtide.solvers.solution import Solution
     from lowtide.zoo.setup import Setup
 
@@ -22,6 +24,7 @@ def answer_layers(
 ) -> None:
     """Plan which layers to recompute, try that out, and tell."""
     from lowtide.planner.api import refuse_op_level_requests
+    from lowtide.planner.verify import tried
     from lowtide.text.progress import waiting
 
     refuse_op_level_requests(budget, accumulate)
@@ -32,15 +35,23 @@ def answer_layers(
         with waiting("planning layer by layer"):
             chain = rehearsal.chain(cutting.granularity, cutting.modules or None)
             solution = rehearsal.within(chain, method, budget)
-    tell_layers(rehearsal, solution, setup, wanted)
+        with waiting("running plain and planned steps"):
+            verified = tried(rehearsal.spec, solution, rehearsal.plain) if asked.real else None
+    tell_layers(rehearsal, solution, setup, wanted, verified)
 
 
-def tell_layers(rehearsal: Rehearsal, solution: Solution, setup: Setup, wanted: Wanted) -> None:
+def tell_layers(
+    rehearsal: Rehearsal,
+    solution: Solution,
+    setup: Setup,
+    wanted: Wanted,
+    verified: Verification | None,
+) -> None:
     """Write the files that are wanted of a plan of layers, and print it."""
     with undisturbed():
         picture = None if wanted.plot is None else _picture(rehearsal, solution, setup, wanted.kind)
     wanted.write(solution, picture)
-    _answer(rehearsal, solution, setup, wanted.as_json)
+    _answer(rehearsal, solution, setup, wanted.as_json, verified)
 
 
 def _picture(rehearsal: Rehearsal, solution: Solution, setup: Setup, kind: str) -> bytes:
@@ -73,19 +84,24 @@ def notes_of(rehearsal: Rehearsal, solution: Solution, setup: Setup) -> list[str
     return [*remark, *what_is_unknown(solution.chain.timed, graph.profiled_on), *graph.notes, *setup.notes]
 
 
-def _answer(rehearsal: Rehearsal, solution: Solution, setup: Setup, as_json: bool) -> None:
+def _answer(
+    rehearsal: Rehearsal,
+    solution: Solution,
+    setup: Setup,
+    as_json: bool,
+    verified: Verification | None,
+) -> None:
     from lowtide.report.text.planned import print_plan
 
-    notes = notes_of(rehearsal, solution, setup)
+    notes = notes_of(rehearsal, solution, setup) + ([] if verified is None else [str(verified)])
     if as_json:
-        click.echo(json.dumps({**_document(rehearsal, solution, setup), "notes": notes}, indent=2))
+        document = {**_document(rehearsal, solution, setup), "verified": verified and asdict(verified)}
+        click.echo(json.dumps({**document, "notes": notes}, indent=2))
     else:
         print_plan(title_of(rehearsal, setup), solution, notes)
 
 
 def _document(rehearsal: Rehearsal, solution: Solution, setup: Setup) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from lowtide.report.content.stretches import stretches
     from lowtide.report.text.planned import proof
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +16,7 @@ from lowtide.text.budget import Budget
 
 if TYPE_CHECKING:
     from lowtide.planner.ops import StepBudget
+    from lowtide.planner.verify import Verification
     from lowtide.solvers.method import Scheduler
     from lowtide.solvers.solution import GraphSolution
     from lowtide.text.progress import Stages
@@ -33,6 +35,7 @@ def answer_ops(
     """Plan which ops to recompute within a budget, and tell; by layers, if nothing insists on ops."""
     from lowtide.planner.api import refuse_cutting
     from lowtide.planner.ladder import Ladder
+    from lowtide.planner.verify import tried
     from lowtide.solvers.solution import Solution
     from lowtide.text.progress import stages
 
@@ -44,20 +47,32 @@ def answer_ops(
         _ = ladder.step.plain
         stage.begin("capturing its ops and planning")
         solution = ladder.step.within(method, budget) if insists else ladder.within(budget)
+        verified = None
+        if asked.real:
+            stage.begin("running plain and planned steps")
+            verified = tried(ladder.spec, solution, ladder.step.plain)
     if isinstance(solution, Solution):
-        tell_layers(ladder.rehearsal, solution, setup, wanted)
+        tell_layers(ladder.rehearsal, solution, setup, wanted, verified)
     else:
-        _tell_ops(ladder.step, solution, setup, wanted)
+        _tell_ops(ladder.step, solution, setup, wanted, verified)
 
 
-def _tell_ops(step: StepBudget, solution: GraphSolution, setup: Setup, wanted: Wanted) -> None:
+def _tell_ops(
+    step: StepBudget,
+    solution: GraphSolution,
+    setup: Setup,
+    wanted: Wanted,
+    verified: Verification | None,
+) -> None:
     from lowtide.report.text.scheduled import print_schedule
 
     picture = None if wanted.plot is None else _picture(step, solution, setup, wanted.kind)
     wanted.write(solution, picture)
     notes = [*([solution.remark] if solution.remark else []), *notes_of(step, setup)]
+    notes += [] if verified is None else [str(verified)]
     if wanted.as_json:
-        _print_json({**_about(step, setup), **_plan_to_json(solution)}, notes)
+        document = {**_about(step, setup), **_plan_to_json(solution)}
+        _print_json({**document, "verified": verified and asdict(verified)}, notes)
     else:
         print_schedule(title_of(step, setup), solution, notes=notes)
 
@@ -175,8 +190,6 @@ def _about(step: StepBudget, setup: Setup) -> dict[str, Any]:
 
 
 def _plan_to_json(solution: GraphSolution) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from lowtide.solvers.summary import shares
 
     plain_bytes = solution.plain_peak_bytes

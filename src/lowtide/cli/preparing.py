@@ -30,10 +30,11 @@ class Asked:
     optimizer: str | None
     device: str | None
     profile: bool
+    real: bool = False  # so that steps can be run
 
     def load(self) -> Setup:
-        """Its model, which takes no memory, and its batch."""
-        return load_model(self.model, self.sizes)
+        """Its model, which takes no memory unless it is real, and its batch."""
+        return load_model(self.model, self.sizes, self.device or default_device() if self.real else "meta")
 
     def spec(
         self, setup: Setup, progress: Callable[[int, int], None] | None = None, accumulate: int = 1

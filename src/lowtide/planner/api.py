@@ -15,11 +15,12 @@ from lowtide.aot.graph_backend import Spares
 from lowtide.aot.step_graph import check_accumulation
 from lowtide.chain.cuts import Granularity
 from lowtide.cost.profile import Progress
-from lowtide.errors import BadRequest
+from lowtide.errors import BadRequest, PlanDisagrees
+from lowtide.execute.apply import remove
 from lowtide.execute.ops_forward import Model, reroute
 from lowtide.planner.ladder import AnySolution, Ladder
 from lowtide.planner.layers import Rehearsal, granularity_named
-from lowtide.planner.ops import StepBudget
+from lowtide.planner.verify import tried
 from lowtide.solvers import at_effort, default_method, is_scheduler, refuse_lowest
 from lowtide.solvers.method import Effort, Method, Scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
@@ -59,6 +60,7 @@ def plan(
     profile: bool = True,
     name: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    verify: bool = False,
 ) -> Solution | GraphSolution:
     """Plan what to recompute when `model` trains on a batch like `example`.
 
@@ -79,7 +81,13 @@ def plan(
     `example`, `loss`, `target`, `optimizer`, `device` and `profile` are as in `lowtide.fit`. The model is
     left as it was, a plan that it has included; `lowtide.apply(model, solution)` puts the new one to work.
 
+    With `verify` the plan is tried before it is returned: plain and planned steps are run for real, and must
+    agree in loss, gradients, buffers and random streams, to the last bit where kernels are deterministic and
+    no half precision takes part, and the peak that is measured must be within the budget. The model, its
+    gradients, the batch, the optimizer and the random streams are put back: nothing is used up.
+
     Raises:
+        PlanDisagrees: the plan was tried, and is not right.
         InfeasibleBudget: no plan of this method fits.
         CannotCapture: Dynamo or AOTAutograd cannot follow the model, and op by op is insisted on, or it
             cannot be planned by layers either.
@@ -94,15 +102,19 @@ def plan(
     spec = StepSpec(model, example, loss, optimizer, accumulate, device, profile, name, progress)
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
-        if method != AUTO:
-            return StepBudget(spec).within(chosen, asked)
-        solution = Ladder(spec, chosen).within(asked)
+        ladder = Ladder(spec, chosen)
+        solution = ladder.within(asked) if method == AUTO else ladder.step.within(chosen, asked)
         _tell(solution.remark, stacklevel=3)
+        if verify:
+            tried(spec, solution, ladder.step.plain)
         return solution
     assert not isinstance(chosen, Scheduler)
     refuse_op_level_requests(asked, accumulate)
     rehearsal = Rehearsal.of(spec)
-    return rehearsal.within(rehearsal.chain(granularity, modules), chosen, asked)
+    found = rehearsal.within(rehearsal.chain(granularity, modules), chosen, asked)
+    if verify:
+        tried(spec, found, rehearsal.plain)
+    return found
 
 
 def optimize(
@@ -122,6 +134,7 @@ def optimize(
     device: str | torch.device | None = None,
     profile: bool = True,
     progress: Progress | None = None,
+    verify: bool = False,
 ) -> Model:
     """Plan and apply at once: `model` itself, now within the budget when it trains.
 
@@ -135,7 +148,10 @@ def optimize(
     it was given the labels of the example, it is counted as for the example, scaled by the size of the
     output, and a warning says so. The other arguments are as in `lowtide.plan`.
 
+    With `verify` the first plan is tried as in `lowtide.plan`, and taken off if it is not right.
+
     Raises:
+        PlanDisagrees: the plan was tried, and is not right. The model has no plan now.
         InfeasibleBudget: no plan of this method fits; for inputs that are met later, when they are met.
         CannotApply, CannotCapture, BadRequest, CannotTrace: as in `lowtide.plan`.
     """
@@ -167,7 +183,7 @@ def optimize(
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
         check_accumulation(accumulate)
-        anew = _OpsAnew(spec_of, chosen, asked, insists=method != AUTO)
+        anew = _OpsAnew(spec_of, chosen, asked, insists=method != AUTO, to_verify=verify)
         planned = None if example is None else anew(model, *arguments(example))
         return reroute(
             model,
@@ -179,7 +195,7 @@ def optimize(
         )
     assert not isinstance(chosen, Scheduler)
     refuse_op_level_requests(asked, accumulate)
-    again = _Again(spec_of, granularity, modules, chosen, asked)
+    again = _Again(spec_of, granularity, modules, chosen, asked, to_verify=verify)
     solution = None if example is None else again(model, *arguments(example))
     return reroute(model, solution, on_new_inputs=on_new_inputs, replan=again, of_layers=True)
 
@@ -213,6 +229,7 @@ class _OpsAnew:
     method: str | Scheduler
     budget: Budget
     insists: bool  # on a plan of the whole step
+    to_verify: bool  # the next plan that is made
     has_told: bool = False  # that there is none
     spares: Spares = field(default_factory=Spares)
 
@@ -220,6 +237,9 @@ class _OpsAnew:
         ladder = Ladder(self.spec_of(model, Arguments(args, kwargs)), self.method, self.spares)
         self.budget = ladder.step.settled(self.budget)
         found = ladder.step.within(self.method, self.budget) if self.insists else ladder.within(self.budget)
+        if self.to_verify:
+            _tried_or_taken_off(ladder.spec, found, ladder.step.plain)
+            self.to_verify = False
         learn_of_loss(ladder.spec, ladder.step.plain)
         if not self.has_told:
             _tell(found.remark, stacklevel=4)
@@ -236,13 +256,25 @@ class _Again:
     modules: Collection[str] | None
     method: str | Method
     budget: Budget
+    to_verify: bool  # the next plan that is made
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Solution:
         rehearsal = Rehearsal.of(self.spec_of(model, Arguments(args, kwargs)))
         self.budget = Budget.parse(rehearsal.bytes_of(self.budget))
         found = rehearsal.within(rehearsal.chain(self.granularity, self.modules), self.method, self.budget)
+        if self.to_verify:
+            _tried_or_taken_off(rehearsal.spec, found, rehearsal.plain)
+            self.to_verify = False
         learn_of_loss(rehearsal.spec, rehearsal.plain)
         return found
+
+
+def _tried_or_taken_off(spec: StepSpec, solution: AnySolution, plain: Trace) -> None:
+    try:
+        tried(spec, solution, plain)
+    except PlanDisagrees:
+        remove(spec.model)
+        raise
 
 
 def learn_of_loss(spec: StepSpec, plain: Trace) -> None:

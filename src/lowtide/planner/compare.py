@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowtide.chain.chain import Chain
 from lowtide.chain.cuts import Granularity
@@ -18,6 +16,7 @@ from lowtide.compat.trees import tree_leaves
 from lowtide.cost.measure import present_device
 from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, CannotApply, CannotTrace, UnknownMethod
+from lowtide.planner.as_found import as_found
 from lowtide.planner.layers import Rehearsal
 from lowtide.planner.real_step import RealStep
 from lowtide.solvers import methods as registered
@@ -282,8 +281,8 @@ def _measured(
     peaks: dict[Plan, int | None] = {}
     seconds: dict[Plan, list[float]] = {}
     rounds = len(solutions) * (1 + repeats)
-    with _as_found(rehearsal.model, device):
-        step = RealStep(replace(rehearsal.spec, device=device))
+    step = RealStep(replace(rehearsal.spec, device=device))
+    with as_found(step.spec):
         for solution in solutions:
             found = step.reading(rehearsal.plain, solution)
             peaks[solution.plan] = None if found is None else found.peak_bytes
@@ -297,24 +296,3 @@ def _measured(
         plan: None if peak is None else _PlanReading(peak, statistics.median(seconds[plan]))
         for plan, peak in peaks.items()
     }
-
-
-@contextmanager
-def _as_found(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Steps that are run in the block train the model; afterwards it is as it was.
-
-    The copies are on the CPU, so that they do not take part in what is measured on a device.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    gradients = [parameter.grad for parameter in model.parameters()]
-    streams = [device.index or 0] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=streams):
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.copy_(copy)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient

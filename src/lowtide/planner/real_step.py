@@ -24,7 +24,8 @@ _WARM_UP = 2  # libraries set themselves up, plans are compiled, optimizers make
 class RealStep:
     """A step whose model and batch are there. Running it trains the model.
 
-    `warm_up` steps are run before one is measured, and each begins without gradients.
+    `warm_up` steps are run before one is measured, and each begins without gradients. Where several backward
+    calls make an update it has two: gradients are then there when the second forward begins.
     """
 
     spec: StepSpec
@@ -36,10 +37,11 @@ class RealStep:
         return present_device(default_device() if self.spec.device is None else self.spec.device, "measure")
 
     @cached_property
-    def _run(self) -> Callable[[], torch.Tensor]:
+    def run(self) -> Callable[[], torch.Tensor]:
+        """One step of the model as it is, with the plan that it has; it returns the loss."""
         spec = self.spec
         optimizer = optimizer_of(spec.optimizer, spec.model, spec.device)
-        step = training_step(spec.model, spec.example, spec.loss, optimizer)
+        step = training_step(spec.model, spec.example, spec.loss, optimizer, min(spec.accumulate, 2))
 
         def run() -> torch.Tensor:
             spec.model.zero_grad(set_to_none=True)
@@ -55,9 +57,9 @@ class RealStep:
         """
         where = self.device
         for _ in range(self.warm_up):
-            self._run()
+            self.run()
         self.spec.model.zero_grad(set_to_none=True)
-        return measure(self._run, device=where, timed=timed)
+        return measure(self.run, device=where, timed=timed)
 
     def reading(self, plain: Trace, solution: Solution | GraphSolution | None = None) -> Reading | None:
         """One step under `solution`, or without a plan; None if the device has too little memory for it.
@@ -76,13 +78,13 @@ class RealStep:
                 return None
             finally:
                 self.spec.model.zero_grad(set_to_none=True)
-        return found if self.device.type == "cuda" else _counted_from(found, _bytes_before(plain))
+        return found if self.device.type == "cuda" else _counted_from(found, bytes_before(plain))
 
     def seconds(self, solution: Solution | GraphSolution | None = None) -> float:
         """The wall time of one step under `solution`, or without a plan. Nothing warms up."""
         with self._under(solution):
             self.spec.model.zero_grad(set_to_none=True)
-            return seconds_of(self._run, self.device)
+            return seconds_of(self.run, self.device)
 
     @contextmanager
     def _under(self, solution: Solution | GraphSolution | None) -> Iterator[None]:
@@ -92,8 +94,8 @@ class RealStep:
             yield
 
 
-def _bytes_before(plain: Trace) -> int:
-    """What is there when a step begins, but for gradients: a measured one begins without."""
+def bytes_before(plain: Trace) -> int:
+    """What is there when the plain step begins, but for gradients: a measured one begins without."""
     graph = plain.graph
     there = [value for value in graph.resident if graph.values[value].role is not Role.GRADIENT]
     return sum(graph.counted_bytes(value) for value in there)

@@ -8,15 +8,12 @@ streams) is put back at the end, also after an error.
 
 from __future__ import annotations
 
-import copy
-import random
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,8 +23,7 @@ from lowtide.compat.tensors import key_of_storage
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Origin, Role
 from lowtide.trace.graph_builder import GraphBuilder
-
-_CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
+from lowtide.trace.put_back import random_streams, restorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +143,9 @@ def faked(
 ) -> Iterator[None]:
     """Swap `models` and `optimizer` for fakes; put them, and the attributes of `others`, back at the end."""
     modules = {id(m): (path, m) for model in models for path, m in model.named_modules()}
-    undo = [_restorer(module) for _, module in modules.values()]
-    undo += [_restorer(thing) for thing in (*others, *([optimizer] if optimizer is not None else []))]
-    streams = _random_state()
+    undo = [restorer(module) for _, module in modules.values()]
+    undo += [restorer(thing) for thing in (*others, *([optimizer] if optimizer is not None else []))]
+    put_streams_back = random_streams()
     try:
         for path, module in modules.values():
             _fake_module(twins, path, module)
@@ -159,7 +155,7 @@ def faked(
     finally:
         for restore in undo:
             restore()
-        _restore_random_state(streams)
+        put_streams_back()
         twins.forget()  # autograd may hold on to hooks of fakes for ever, and these to what made them
 
 
@@ -203,39 +199,6 @@ def _fake_optimizer(twins: Twins, optimizer: torch.optim.Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         state[twin(parameter)] = {name: state_twin(thing, name) for name, thing in entries.items()}
     optimizer.state = state
-
-
-def _restorer(thing: Any) -> Callable[[], None]:
-    """Undo for the attributes of `thing`, and for the contents of those that are plain containers.
-
-    Containers are put back by contents, in the same object: others may hold references to them.
-    """
-    before = dict(thing.__dict__)
-    contents = [
-        (container, copy.copy(container)) for container in before.values() if type(container) in _CONTAINERS
-    ]
-
-    def restore() -> None:
-        thing.__dict__.clear()
-        thing.__dict__.update(before)
-        for container, saved in contents:
-            container.clear()
-            container.extend(saved) if isinstance(container, list) else container.update(saved)
-
-    return restore
-
-
-def _random_state() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-
-def _restore_random_state(state: tuple[Any, ...]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state_all(state[1])
-    random.setstate(state[2])
-    np.random.set_state(state[3])
 
 
 def _join(path: str, name: str) -> str:

@@ -56,11 +56,13 @@ def training_step(
     example: Example,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    backwards: int = 1,
 ) -> Callable[[], torch.Tensor]:
     """The step that nearly every training loop runs; it returns the loss.
 
-    The model's output stays referenced until the step ends, as it does in a loop that gives it a name. Where
-    the example wants a gradient, the step's backward ends there, whatever the example was made from.
+    The model's output stays referenced until the step ends, as it does in a loop that gives it a name; that
+    of earlier `backwards`, whose gradients are added to, does not. Where the example wants a gradient, the
+    step's backward ends there, whatever the example was made from.
     """
 
     given = arguments(example)
@@ -68,6 +70,9 @@ def training_step(
     def step() -> torch.Tensor:
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
+        for _ in range(backwards - 1):
+            args, kwargs = tree_map(_beginning, given)
+            loss_of(model(*args, **kwargs), loss).backward()
         args, kwargs = tree_map(_beginning, given)
         output = model(*args, **kwargs)
         number = loss_of(output, loss)

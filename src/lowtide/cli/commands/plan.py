@@ -54,6 +54,11 @@ _FEWEST_POINTS = 2
     help="Backward calls between two updates: gradients are there when a forward begins.",
 )
 @cutting_options
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Build the model and try the plan: a real step must do what a plain one does, within the budget.",
+)
 @click.option("--frontier", is_flag=True, help="Every budget at once: peak against time, down to the lowest.")
 @click.option(
     "--points", metavar="N", callback=whole_number, help=f"Budgets of a frontier.  [default: {_POINTS}]"
@@ -72,6 +77,7 @@ def command(
     accumulate: int,
     granularity: str,
     modules: tuple[str, ...],
+    verify: bool,
     frontier: bool,
     points: int | None,
     plot: Path | None,
@@ -84,16 +90,16 @@ def command(
     MODEL is what `lowtide fit` takes. Within a budget the step is planned op by op: its whole peak stays
     within, and as little time is added as can be. What cannot be captured is planned layer by layer instead,
     and a note says so; `--method ops` insists. A method for chains plans layers instead, and its plan is
-    tried out in a dry run of the model. `lowtide.apply(model, lowtide.load_solution("plan.json"))` puts a
-    saved plan to work.
+    tried out in a dry run of the model. `--verify` builds the model and runs real steps.
+    `lowtide.apply(model, lowtide.load_solution("plan.json"))` puts a saved plan to work.
 
-    Exit code: 0 there is a plan, 2 bad request, or no plan fits the budget.
+    Exit code: 0 there is a plan, 2 bad request, no plan fits the budget, or a plan was tried and is wrong.
     """
     hush_libraries()
     check_can_draw(plot)
-    _check_frontier(frontier, points, budget, output)
+    _check_frontier(frontier, points, budget, output, verify)
     chosen = searching(chosen_method(method, budget, frontier), effort)
-    asked = Asked(model, sizes, optimizer, device, profile)
+    asked = Asked(model, sizes, optimizer, device, profile, real=verify)
     wanted = Wanted(plot, output, as_json)
     cutting = Cutting(granularity, modules)
     if isinstance(chosen, str) and not plans_ops(chosen):
@@ -104,7 +110,9 @@ def command(
         answer_ops(asked, chosen, budget, accumulate, cutting, wanted, insists=method not in (None, "auto"))
 
 
-def _check_frontier(frontier: bool, points: int | None, budget: Budget, output: Path | None) -> None:
+def _check_frontier(
+    frontier: bool, points: int | None, budget: Budget, output: Path | None, verify: bool
+) -> None:
     if not frontier:
         if points is not None:
             raise click.UsageError("--points says how many budgets a --frontier has; give both.")
@@ -113,6 +121,8 @@ def _check_frontier(frontier: bool, points: int | None, budget: Budget, output: 
         raise click.UsageError("--frontier plans for every budget; leave --budget or --frontier out.")
     if output is not None:
         raise click.UsageError("--frontier makes many plans. Save one of them: --budget and -o.")
+    if verify:
+        raise click.UsageError("--frontier makes many plans. Verify one of them: --budget and --verify.")
     if points is not None and points < _FEWEST_POINTS:
         raise click.UsageError(
             f"a frontier has at least {_FEWEST_POINTS} points, the plain step and the lowest; not {points}."

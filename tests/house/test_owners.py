@@ -178,7 +178,7 @@ def fail_to_capture(model: nn.Module, batch: Batch) -> object:
         return output if output.item() > 0 else -output
 
     with pytest.raises(CannotCapture):
-        lowtide.plan(model, batch, loss=loss, budget="min", profile=False)
+        lowtide.plan(model, batch, loss=loss, budget="min", method="ops", profile=False)
     return None
 
 

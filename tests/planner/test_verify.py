@@ -16,7 +16,7 @@ from torch import nn
 import lowtide
 from lowtide.aot import codegen
 from lowtide.errors import Difference, PlanDisagrees
-from lowtide.execute.buffers import UnitBuffers
+from lowtide.execute.unit_state import UnitState
 from lowtide.planner import layers, verify
 from lowtide.planner.ladder import AnySolution, Ladder
 from lowtide.text.budget import Budget
@@ -201,12 +201,12 @@ def test_a_right_plan_of_layers_passes_and_statistics_that_it_updates_twice_are_
     ladder = Ladder(spec, "auto")
     layers = Planned(ladder, ladder.rehearsal.solve(ladder.rehearsal.chain(), "chen-sqrt"))
     assert layers.tried().to_the_bit
-    monkeypatch.setattr(UnitBuffers, "again", lambda self, unit, before: unit)
+    monkeypatch.setattr(UnitState, "run_again", lambda self, unit, kept, *args, **more: unit(*args, **more))
     assert {each.what for each in layers.found_out()} == {"buffer"}
 
 
 def test_a_plan_that_is_wrong_is_taken_off_the_first_batch_included(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(UnitBuffers, "again", lambda self, unit, before: unit)
+    monkeypatch.setattr(UnitState, "run_again", lambda self, unit, kept, *args, **more: unit(*args, **more))
     monkeypatch.setattr(layers, "_refuse_changes_made_twice", lambda trace: None)
     model = normal(6)
     lowtide.optimize(model, loss=mean_square, method="chen-sqrt", profile=False, verify=True)

@@ -40,9 +40,10 @@ def test_a_real_step_holds_what_was_predicted_plain_and_under_a_plan(rehearsal: 
 def test_a_plan_that_the_model_has_is_there_again_afterwards(rehearsal: Rehearsal) -> None:
     model = rehearsal.model
     lowtide.apply(model, rehearsal.solve(rehearsal.chain(), "rotor"))
-    hooks = len(model._forward_hooks) + sum(len(part._forward_hooks) for part in model.modules())
+    plans = lowtide.plans_of(model)
     assert real(rehearsal).reading(rehearsal.plain) is not None
-    assert len(model._forward_hooks) + sum(len(part._forward_hooks) for part in model.modules()) == hooks > 0
+    assert lowtide.plans_of(model) == plans
+    assert len(plans) == 1
     lowtide.remove(model)
 
 

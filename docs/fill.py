@@ -48,6 +48,7 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "planner.api",
             "planner.layers",
             "execute.apply",
+            "execute.ops_forward",
             "planner.compare",
             "solvers.solution",
             "chain.cuts",

@@ -44,10 +44,11 @@ if TYPE_CHECKING:
         UnknownMethod,
         UnknownModel,
     )
-    from lowtide.execute.apply import apply, plans_of, remove
+    from lowtide.execute.apply import apply
     from lowtide.execute.arena_step import ArenaReport, ArenaStep, in_arena
     from lowtide.execute.executor import Executor, evaluate
     from lowtide.execute.memory import Memory
+    from lowtide.execute.ops_forward import plans_of, remove
     from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, Tensor, Value
     from lowtide.ir.schedule import Compute, Free, Schedule, straight
     from lowtide.ir.simulate import Allocator, Category, Timeline, simulate
@@ -167,7 +168,8 @@ __all__ = [
 
 # Modules are named by nouns: a function called like its module would be hidden by it once imported.
 _NAMES_OF_MODULE = {
-    "execute.apply": ("apply", "plans_of", "remove"),
+    "execute.apply": ("apply",),
+    "execute.ops_forward": ("plans_of", "remove"),
     "execute.arena_step": ("ArenaReport", "ArenaStep", "in_arena"),
     "autodiff.reverse": ("Extended", "forward_part", "gradient"),
     "planner.batch": ("LargestBatch", "largest_batch"),

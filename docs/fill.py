@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 import stands
+import sweeps
 from click.testing import CliRunner
 from example import BUDGET, WITHIN_A_BUDGET, shown
 
@@ -210,6 +211,7 @@ _FILLERS: Mapping[str, Callable[[str], str]] = {
     "commands": _commands,
     "names": _names,
     "facts": _facts,
+    "families": sweeps.filled,
     "methods": _methods,
     "standing": stands.filled,
     "table": _table,

@@ -43,7 +43,7 @@ _NARROW: tuple[tuple[re.Pattern[str], int], ...] = (
     (_HEAD_WIDTHS, 16),
     (_WIDTHS, 64),
     (_INNER, 128),
-    (re.compile(r"^(qk_rope_head_dim|qk_nope_head_dim)$"), 8),
+    (re.compile(r"^(qk_rope_head_dim|qk_nope_head_dim|rotary_dim)$"), 8),
     (re.compile(r"^(v_head_dim|qk_head_dim|q_lora_rank|index_head_dim)$"), 16),
     (re.compile(r"^kv_lora_rank$"), 32),
     (_KEY_HEADS, 2),
@@ -77,6 +77,7 @@ def _shrunk(usual: Any, shrink: Shrink) -> Any:
             changed[name] = _shrunk(value, shrink)
         elif (small := shrink(name, value)) != value:
             changed[name] = small
+    _cut_lists(fields, changed)
     if "head_dim" in changed and "rope_parameters" in fields:
         changed["rope_parameters"] = _sections(
             fields["rope_parameters"], fields["head_dim"], changed["head_dim"]
@@ -84,6 +85,23 @@ def _shrunk(usual: Any, shrink: Shrink) -> Any:
     if getattr(usual, "is_encoder_decoder", False) and getattr(usual, "decoder_start_token_id", 0) is None:
         changed["decoder_start_token_id"] = 0
     return type(usual)(**changed)
+
+
+def _cut_lists(fields: Mapping[str, Any], changed: dict[str, Any]) -> None:
+    """What is said of each layer, for the layers that are left: one of every kind, as far as they go."""
+    before = next((fields[name] for name in fields if _LAYERS.match(name) and name in changed), None)
+    left = next((changed[name] for name in fields if _LAYERS.match(name) and name in changed), 0)
+    for name, value in fields.items():
+        if isinstance(value, list) and before is not None and len(value) == before > left:
+            kinds = [value.index(kind) for kind in dict.fromkeys(value)] if value and _plain(value[0]) else []
+            places = sorted({*kinds[:left], *range(left - len(kinds[:left]))})
+            changed[name] = [value[place] for place in (*places, *range(left - len(places)))]
+    if "attention_types" in fields:  # kinds of layers, and how often
+        changed["attention_types"] = [[[kind], 1] for kind in fields["attention_types"][0][0]][:left]
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, (str, int))
 
 
 def _settable(usual: Any) -> list[str]:

@@ -10,7 +10,8 @@ each: does a dry run predict the plain peak; does a plan keep 70 % of it, or the
 under both do what plain training does; is the peak what was promised?
 
 Each family has a process of its own, with a limit of time and memory. A row is written as soon as it is
-there; one that is there for the same commit is not made again: the next call goes on.
+there, with the commit that it was made at; one that is there for the same commit is not made again: the next
+call goes on. With `--mend` only those of another commit that were not as they should be are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.families.processes import Limits, rows_of
-from benchmarks.families.report import report, verdict
+from benchmarks.families.report import as_it_should_be, report, verdict
 from benchmarks.families.subjects import families
 from benchmarks.families.trial import LOWEST, PART, Wanted
 from benchmarks.shared.machines import device, machine
@@ -46,7 +47,7 @@ def main() -> None:
     sweeping.add_argument("--family-gib", type=float, default=4, help="what one family may hold")
     sweeping.add_argument("--layers", type=int, default=2, help="of the small members")
     sweeping.add_argument("--budgets", default=f"{PART},{LOWEST}", help=f"{PART} alone is quicker")
-    sweeping.add_argument("--again", action="store_true", help="also families that have a row")
+    sweeping.add_argument("--mend", action="store_true", help="rows of other commits only if they failed")
     tabling = commands.add_parser("table")
     tabling.add_argument("--rows", type=Path, required=True)
     tabling.add_argument("-o", "--output", type=Path, help="FILE.md beside the rows, unless told")
@@ -62,24 +63,26 @@ def sweep(chosen: argparse.Namespace) -> None:
     document = _document(chosen)
     rows: dict[str, Any] = document["rows"]
     names = chosen.only.split(",") if chosen.only else families()[: chosen.sample]
-    missing = [name for name in names if chosen.again or name not in rows]
+    missing = [name for name in names if name not in rows or _again(rows[name], chosen)]
     wanted = Wanted(device(), chosen.layers, tuple(chosen.budgets.split(",")))
     limits = Limits(chosen.family_seconds, chosen.family_gib)
     deadline = time.monotonic() + chosen.seconds
     for row in rows_of(missing, chosen.jobs, wanted, limits, lambda: time.monotonic() < deadline):
-        rows[row["family"]] = row
+        rows[row["family"]] = row | {"commit": chosen.commit}
         write_text(chosen.rows, json.dumps(document, indent=1))
         print(f"{len(rows):4d} {row['family']:32s} {verdict(row)}", flush=True)
 
 
+def _again(row: dict[str, Any], chosen: argparse.Namespace) -> bool:
+    """Whether a row that is there is to be made again."""
+    return row["commit"] != chosen.commit and not (chosen.mend and as_it_should_be(row))
+
+
 def _document(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The rows that are there for this commit, and where and how they were made."""
-    if chosen.rows.exists():
-        found: dict[str, Any] = json.loads(chosen.rows.read_text())
-        if found["machine"]["commit"] == chosen.commit:
-            return found
+    """The rows that are there, and where and how the last of them were made."""
+    rows = json.loads(chosen.rows.read_text())["rows"] if chosen.rows.exists() else {}
     libraries = {name: _version(name) for name in ("transformers", "timm", "torchvision")}
-    return {"machine": machine(chosen.commit) | libraries, "rows": {}}
+    return {"machine": machine(chosen.commit) | libraries, "rows": rows}
 
 
 def _version(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,11 @@ def crashed(row: Row) -> bool:
     return "crashed" in row or any(each.get("on_purpose") is False for each in found)
 
 
+def as_it_should_be(row: Row) -> bool:
+    """Whether nothing of it is to be mended."""
+    return predicted(row) and planned(row) and exact(row) and kept(row) and not crashed(row)
+
+
 COUNTS: Mapping[str, Callable[[Row], bool]] = {
     "the dry run predicts the plain peak within 1 %": predicted,
     "a plan keeps 70 % of the plain peak, or reaches the lowest": planned,
@@ -168,11 +174,14 @@ def report(document: Mapping[str, Any], path: Path) -> None:
     """A dated table of every family, the counts and the causes first."""
     rows = sorted(document["rows"].values(), key=lambda row: row["family"])
     where = document["machine"]
+    commits = ", ".join(
+        f"{commit} ({count})" for commit, count in Counter(row["commit"] for row in rows).items()
+    )
     versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "timm", "torchvision"))
     lines = [
         "# Does it work with the models that people have?",
         "",
-        f"{where['device']}, {versions}, commit {where['commit']}, {where['date']}: `{where['command']}`",
+        f"{where['device']}, {versions}, {where['date']}, commits {commits}: `{where['command']}`",
         "",
         "A small member of each family, with random weights and a random batch: forward, loss, backward.",
         "",

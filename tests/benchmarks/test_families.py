@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.families import processes, report
+from benchmarks.families import families, processes, report
 from benchmarks.families.batches import mean_square
 from benchmarks.families.equality import TO_THE_BIT, Laboratory, compared
 from benchmarks.families.trial import LOWEST, PART
@@ -92,6 +93,23 @@ def test_a_process_that_dies_or_hangs_has_a_row_that_says_so() -> None:
     assert row is not None
     assert row["crashed"].startswith("no answer in 10 s")
     assert late.process.killed
+
+
+# Which rows are made again ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("commit", "mend", "failed", "again"),
+    [
+        ("a", False, True, False),
+        ("b", False, False, True),
+        ("b", True, False, False),
+        ("b", True, True, True),
+    ],
+)
+def test_a_row_of_another_commit_is_made_again(commit: str, mend: bool, failed: bool, again: bool) -> None:
+    there = row(commit="a", **({"crashed": "it did"} if failed else {}))
+    assert families._again(there, Namespace(commit=commit, mend=mend)) is again
 
 
 # Counts -----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import transformers.integrations.moe as experts
 import transformers.masking_utils as masks
 import transformers.utils.import_utils as utilities
 from torch import nn
+from torch._subclasses import fake_impls
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
@@ -28,10 +29,12 @@ from lowtide.compat.composites import _taken_apart, as_they_run
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.loggers import FAKE_KERNELS
 from lowtide.compat.patches import Patch, active, patched
+from lowtide.compat.views import views_as_they_run
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.distributed.fsdp import _ShardedRecorder
 from lowtide.ir.assumptions import Finding
 from lowtide.ir.graph import Origin
+from lowtide.ir.strides import viewed
 from lowtide.trace.attribution import Attribution
 from lowtide.trace.dry_run import _random_states_counted
 from lowtide.trace.graph_builder import GraphBuilder
@@ -145,6 +148,7 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
         as_they_run,
         tuple((op, name) for op in _taken_apart() for name in ("py_kernels", "_dispatch_cache")),
     ),
+    "compat/views": (lambda: views_as_they_run(viewed), ((fake_impls, "op_implementations_dict"),)),
     "cli/quiet": (undisturbed, ((KERNELS, "disabled"),)),
     "compat/fake_kernels": (
         as_kernels_do,

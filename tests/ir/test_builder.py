@@ -257,6 +257,7 @@ def test_a_view_is_possible_where_torch_says_so(data: st.DataObject) -> None:
         return
     assert found is not None
     assert torch.equal(tensor.as_strided(sizes, found, tensor.storage_offset()), view)
+    assert found == view.stride()  # of dimensions of one element too
 
 
 @given(st.data())

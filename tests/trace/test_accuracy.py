@@ -216,3 +216,29 @@ def test_accumulation_is_predicted_to_the_byte(body: Callable[[torch.Tensor], to
         hidden.square().sum().backward()
 
     assert dry_run(step, model=model).timeline.growth_bytes == measured_growth(model, step)
+
+
+# A batch of one image: whether its channels lie innermost shows in strides that nobody looks at ---------
+
+
+class Positions(nn.Module):
+    """Learnt positions on a grid, fitted to a coarser one, as vision transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grid = nn.Parameter(torch.randn(1, 32 * 32, 8))
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        grid = self.grid.reshape(1, 32, 32, 8).permute(0, 3, 1, 2)
+        fitted = F.interpolate(grid, size=(6, 6), mode="bilinear", align_corners=False)
+        return patches + fitted.flatten(2).permute(0, 2, 1)
+
+
+def test_a_gradient_that_is_laid_out_unlike_its_parameter_is_predicted_to_be_copied(cache: Path) -> None:
+    model, patches = Positions(), torch.randn(4, 36, 8)
+
+    def step() -> None:
+        model(patches).square().sum().backward()
+
+    predicted = profile(dry_run(step, model=model), cache=cache).timeline.growth_bytes
+    assert abs(predicted - measured_growth(model, step)) <= 0.01 * predicted

@@ -22,6 +22,8 @@ from lowtide.aot.unused_draws import draw_once, name_results_of_unused_draws
 from lowtide.aot.unused_outputs import cut_off
 from lowtide.compat.composites import as_they_run
 from lowtide.compat.dynamo import Run, aot_autograd, boxed, default_partition, drawing_as_eager
+from lowtide.compat.views import views_as_they_run
+from lowtide.ir.strides import viewed
 
 
 class CapturedGraph(ABC):
@@ -106,7 +108,7 @@ class TakenApart:
             partition_fn=self._partition,
             keep_inference_input_mutations=True,  # updates of buffers become ops of the forward
         )
-        with drawing_as_eager(), as_they_run():
+        with drawing_as_eager(), as_they_run(), views_as_they_run(viewed):
             self.call = cut_off(module, gradientless, lambda: compile_(module, inputs))
         return self.call
 

@@ -7,7 +7,7 @@ memory exactly once. Strides count elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 Ints: TypeAlias = tuple[int, ...]
@@ -130,25 +130,34 @@ def viewed(shape: Sequence[int], stride: Sequence[int], to: Sequence[int]) -> In
     """Strides that show the same elements, in the same order, in the shape `to`; None if they must be moved.
 
     Dimensions that lie behind one another in memory are runs; a new dimension must not cross from one run
-    into the next.
+    into the next. A new dimension of one element belongs to the run before it, as in PyTorch's kernels: what
+    its stride is decides whether a batch of one image has its channels last.
     """
     if math.prod(shape) != math.prod(to):
         return None
     if math.prod(shape) == 0:
-        return contiguous(to)
-    left = runs(shape, stride)
-    strides: list[int] = []
-    length, step = left.pop() if left else (1, 1)
-    taken = 1
-    for size in reversed(to):
-        if taken == length and size != 1 and left:
-            length, step = left.pop()
-            taken = 1
-        strides.append(step * taken)
-        taken *= size
-        if length % taken:
+        return tuple(stride) if tuple(shape) == tuple(to) else contiguous(to)
+    left, strides = list(to), list[int]()
+    for length, step in _runs_from_within(shape, stride):
+        taken = 1
+        while left and (taken < length or left[-1] == 1):
+            size = left.pop()
+            strides.append(step * taken)
+            taken *= size
+        if taken != length:
             return None
     return tuple(reversed(strides))
+
+
+def _runs_from_within(shape: Sequence[int], stride: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """As `runs`, innermost first; a dimension of one element begins a run where it is the innermost."""
+    length, step = 1, stride[-1] if stride else 1
+    for dim in reversed(range(len(shape))):
+        length *= shape[dim]
+        if dim and shape[dim - 1] != 1 and stride[dim - 1] != length * step:
+            yield length, step
+            length, step = 1, stride[dim - 1]
+    yield length, step
 
 
 def runs(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:

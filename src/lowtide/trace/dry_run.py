@@ -21,11 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.patches import patched
 from lowtide.compat.tensors import has_hooks
+from lowtide.compat.views import views_as_they_run
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotTrace
 from lowtide.ir.graph import Call, Graph, Op, Origin, Phase, Role
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
 from lowtide.ir.simulate import Timeline, simulate
+from lowtide.ir.strides import viewed
 from lowtide.trace.attribution import Attribution
 from lowtide.trace.fakes import Resident, faked, stage
 from lowtide.trace.graph_builder import GraphBuilder
@@ -135,6 +137,7 @@ class StepRecorder(Recorder):
             stack.enter_context(as_kernels_do())
             stack.enter_context(self.guesses.told_of())
             stack.enter_context(outside_numbers(self.guesses))
+            stack.enter_context(views_as_they_run(viewed))
             stack.enter_context(self.positions.watched())
             if self.builder.relabel:
                 stack.enter_context(cuda_rules())

@@ -58,6 +58,21 @@ def test_each_backward_is_given_the_mark_of_its_forward(order: tuple[int, ...]) 
     assert graph.backwards == [Mark(None, 1 + k) for k in order]
 
 
+def test_a_backward_is_compiled_as_it_is_and_its_constants_are_not_copied_in_the_middle_of_a_step() -> None:
+    class Uncopied(torch.Tensor):
+        def __deepcopy__(self, _: object) -> torch.Tensor:
+            raise AssertionError("this would be taken for an op of the step")
+
+    run, graphs = compiled(nn.Linear(3, 3))
+    with compiling():
+        loss = run(torch.ones(2, 3)).sum()
+        (graph,) = graphs
+        assert graph.halves.backward is not None
+        graph.halves.backward.register_buffer("constant", torch.ones(1).as_subclass(Uncopied))
+        loss.backward()
+    assert len(graph.backwards) == 1
+
+
 def test_the_halves_compute_what_the_model_does() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
     x = torch.randn(5, 3)

@@ -172,4 +172,13 @@ def _cut_in_two(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any
     name_results_of_unused_draws(joint)
     forward, backward = default_partition(joint, inputs, **options)
     draw_once(forward, backward)
+    _never_copied(backward)
     return forward, backward
+
+
+def _never_copied(backward: fx.GraphModule) -> None:
+    """AOTAutograd has a copy of the backward compiled, in the middle of a step, and nobody here looks at it.
+
+    Where the user's code makes constants, copying them would be taken for a part of that step.
+    """
+    backward.__dict__["__deepcopy__"] = lambda _: backward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 import warnings
@@ -21,6 +22,8 @@ from lowtide.trace.step import training_step
 
 PART = "70%"
 LOWEST = "min"
+
+_LOCAL = re.compile(r"/[^\"\s]*/(?=(site-packages|src|benchmarks)/)")  # where things lie on this machine
 
 Row = dict[str, Any]
 Tell = Callable[[Row], None]
@@ -155,7 +158,8 @@ def _described(solution: Solution | GraphSolution) -> Row:
 def _error(error: Exception) -> Row:
     """The message; for what lowtide does not raise on purpose, where it came from as well."""
     expected = isinstance(error, lowtide.LowtideError)
-    found: Row = {"error": type(error).__name__, "message": str(error)[:1500], "on_purpose": expected}
+    message = _LOCAL.sub("", str(error))[:1500]
+    found: Row = {"error": type(error).__name__, "message": message, "on_purpose": expected}
     if not expected:
         frames = traceback.extract_tb(error.__traceback__)[-12:]
         found["where"] = [

@@ -162,7 +162,5 @@ def _error(error: Exception) -> Row:
     found: Row = {"error": type(error).__name__, "message": message, "on_purpose": expected}
     if not expected:
         frames = traceback.extract_tb(error.__traceback__)[-12:]
-        found["where"] = [
-            f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}" for frame in frames
-        ]
+        found["where"] = [f"{_LOCAL.sub('', frame.filename)}:{frame.lineno}" for frame in frames]
     return found

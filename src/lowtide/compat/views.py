@@ -19,6 +19,7 @@ from lowtide.compat.private import Private
 
 PRIVATE = (
     Private("torch._subclasses.fake_impls.op_implementations_dict", "how fakes do what they do on their own"),
+    Private("torch.ops.aten._unsafe_view.default", "looks at a new tensor in another shape"),
 )
 
 Ints = tuple[int, ...]

@@ -48,10 +48,18 @@ class Moments:
     def _look(self, frame: FrameType, event: str, _: Any) -> None:
         if event in ("call", "c_return") and frame.f_code.co_filename.startswith(_OURS):
             self.count += 1
-            if self.count == self._at:
+            is_time = self._at is not None and self.count >= self._at
+            if is_time and not _is_called_by_a_kernel(frame):
                 sys.setprofile(None)
                 self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
                 raise KeyboardInterrupt
+
+
+def _is_called_by_a_kernel(frame: FrameType | None) -> bool:
+    """Whether PyTorch's C++ waits for this frame in the midst of an op: it may not survive an interrupt."""
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    return frame is not None
 
 
 class FailingOp(TorchDispatchMode):

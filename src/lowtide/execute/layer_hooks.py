@@ -71,8 +71,9 @@ class LayerCourse:
         finally:
             try:
                 passing.abandon()
-            finally:  # also if an interrupt came just then
+            except BaseException:  # an interrupt came just then
                 passing.abandon()
+                raise
         if streams.moved() and not passing.draws:
             unheard.set()
         self._draws = streams.moved()

@@ -146,8 +146,9 @@ class UnitState:
         finally:
             try:
                 now.put_back()
-            finally:  # also if an interrupt came just then
+            except BaseException:  # an interrupt came just then
                 now.put_back()
+                raise
 
     def _give_back(self, kept: Kept) -> None:
         for parameters, name, original in kept.parameters:

@@ -1,0 +1,125 @@
+"""Interrupts and failing kernels at any moment leave nothing behind, and the next step is a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.chain.plan import Plan, Segment
+from lowtide.planner.layers import Rehearsal
+from tests.execute.test_layer_hooks import solution_of, square
+from tests.helpers.faults import FailingOp, Moments, differences, make_up, streams, switched_on
+
+X = torch.randn(4, 8)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(8, 2))
+
+
+def step(model: nn.Module) -> list[torch.Tensor | None]:
+    """Gradients and buffers after a step from where `network` begins."""
+    torch.manual_seed(1)
+    model.load_state_dict(network().state_dict())
+    model.zero_grad()
+    square(model(X)).backward()
+    return [*(parameter.grad for parameter in model.parameters()), *map(torch.clone, model.buffers())]
+
+
+def nested() -> lowtide.Solution:
+    chain = Rehearsal(network(), (X,), square, profile=False).chain("fine")
+    middle, last = len(chain) // 2, len(chain) - 1
+    inside = (Segment(0, middle, (Segment(0, 2),)), Segment(middle, last))
+    return solution_of(chain, Plan((Segment(0, last, inside),)))
+
+
+def by_layers(model: nn.Sequential) -> None:
+    lowtide.apply(model, nested())
+
+
+def by_ops(model: nn.Sequential) -> None:
+    lowtide.optimize(model, (X,), loss=square, budget="min", effort="quick", profile=False)
+
+
+def plan_layers(model: nn.Module) -> None:
+    lowtide.plan(model, (X,), loss=square, method="chen-sqrt", profile=False)
+
+
+def plan_ops(model: nn.Module) -> None:
+    lowtide.plan(model, (X,), loss=square, budget="min", effort="quick", profile=False)
+
+
+def untouched(model: nn.Sequential) -> None:
+    """No plan."""
+
+
+# How the model is prepared, what is interrupted, and at how many moments.
+Way = tuple[Callable[[nn.Sequential], None], Callable[[nn.Sequential], object], int]
+WAYS: dict[str, Way] = {
+    "a step by layers": (by_layers, step, 60),
+    "planning layers": (by_layers, plan_layers, 8),
+    "a step by ops": (by_ops, step, 20),
+    "planning ops": (untouched, plan_ops, 4),
+}
+
+
+def spread(count: int, number: int) -> list[int]:
+    """Some of the moments 1 … `count`, evenly spread."""
+    return sorted({1 + (count - 1) * k // max(number - 1, 1) for k in range(number)})
+
+
+def check(way: Way, more: int = 1) -> None:
+    prepare, work, number = way
+    model = network()
+    prepare(model)
+    work(model)
+    counted = Moments()
+    counted.during(lambda: work(model))
+    expected = step(network())
+    for at in spread(counted.count, number * more):
+        before, stood = (switched_on(), make_up(model)), streams()
+        moments = Moments(at)
+        interrupted = moments.during(lambda: work(model))
+        assert interrupted or at > counted.count // 2  # a cache may have made it shorter
+        left = differences(before[0], switched_on()) + differences(before[1], make_up(model))
+        left += ["random numbers"] if work is not step and streams() != stood else []
+        assert not left, f"an interrupt at {moments.where}, number {at}, leaves {', '.join(left)}"
+        for mine, other in zip(step(model), expected, strict=True):
+            assert mine is not None, moments.where
+            assert other is not None
+            assert torch.equal(mine, other), moments.where
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_an_interrupt_at_any_moment_leaves_nothing(name: str) -> None:
+    check(WAYS[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", WAYS)
+def test_an_interrupt_at_any_of_many_moments_leaves_nothing(name: str) -> None:
+    check(WAYS[name], more=10)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_kernel_that_fails_leaves_nothing(error: type[BaseException]) -> None:
+    model = network()
+    by_layers(model)
+    expected = step(network())
+    with FailingOp(None, error) as counted:
+        step(model)
+    for at in spread(counted.count, 20):
+        before = switched_on(), make_up(model)
+        with pytest.raises(error), FailingOp(at, error):
+            step(model)
+        assert not differences(before[0], switched_on()) + differences(before[1], make_up(model)), at
+        for mine, other in zip(step(model), expected, strict=True):
+            assert mine is not None
+            assert other is not None
+            assert torch.equal(mine, other)

@@ -49,15 +49,18 @@ class Moments:
         if event in ("call", "c_return") and frame.f_code.co_filename.startswith(_OURS):
             self.count += 1
             is_time = self._at is not None and self.count >= self._at
-            if is_time and not _is_called_by_a_kernel(frame):
+            if is_time and not _is_out_of_reach(frame):
                 sys.setprofile(None)
                 self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
                 raise KeyboardInterrupt
 
 
-def _is_called_by_a_kernel(frame: FrameType | None) -> bool:
-    """Whether PyTorch's C++ waits for this frame in the midst of an op: it may not survive an interrupt."""
-    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+def _is_out_of_reach(frame: FrameType | None) -> bool:
+    """Whether this frame is called by something that swallows interrupts, or does not survive them.
+
+    That is PyTorch's C++ in the midst of an op, and the call when a tensor dies.
+    """
+    while frame is not None and frame.f_code.co_name not in ("__torch_dispatch__", "_died"):
         frame = frame.f_back
     return frame is not None
 

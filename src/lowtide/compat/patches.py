@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from lowtide.compat.undo import undone
 
 _ABSENT = object()
 _active: list[Patch] = []
@@ -42,13 +45,17 @@ def patched(owner: Any, name: str, replacement: object, *, why: str, since: str)
     """
     patch = Patch(owner, name, why, since)
     own = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else getattr(owner, name)
-    setattr(owner, name, replacement)
-    _active.append(patch)
-    try:
+    with undone(partial(_undo, patch, own)):
+        _active.append(patch)
+        setattr(owner, name, replacement)
         yield
-    finally:
+
+
+def _undo(patch: Patch, own: object) -> None:
+    """Put `own` back, however much of that is done already."""
+    if own is not _ABSENT:
+        setattr(patch.owner, patch.name, own)
+    elif patch.name in vars(patch.owner):
+        delattr(patch.owner, patch.name)
+    if patch in _active:
         _active.remove(patch)
-        if own is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)

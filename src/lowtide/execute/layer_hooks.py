@@ -22,6 +22,7 @@ from torch import nn
 from lowtide.chain.placement import place
 from lowtide.compat.ambient import Ambient
 from lowtide.compat.autograd import checkpoint
+from lowtide.compat.undo import undone
 from lowtide.errors import CannotApply
 from lowtide.execute.identity import fingerprint
 from lowtide.execute.layer_pass import Pass, close
@@ -62,18 +63,12 @@ class LayerCourse:
         streams, unheard = Streams((), shared=True), threading.Event()
         opened = partial(self._opened, unheard)
         passing = Pass(self._placement, self._state_of, opened, self._is_replaying, self._draws)
-        try:
+        with undone(passing.abandon):
             for path, module in self._followed(model):
                 passing.attach(path, module)
             passing.begin((args, kwargs))
             output = forward(*args, **kwargs)
             passing.end()
-        finally:
-            try:
-                passing.abandon()
-            except BaseException:  # an interrupt came just then
-                passing.abandon()
-                raise
         if streams.moved() and not passing.draws:
             unheard.set()
         self._draws = streams.moved()

@@ -69,7 +69,7 @@ class Pass:
         self.is_deaf = is_deaf  # while something is run again, what is called does not count
         self.draws = draws
         self.stray = ""  # how the model has left the planned path
-        self.thread = threading.get_ident()
+        self.thread: int | None = threading.get_ident()  # None once it is over
         self.ambient = Ambient()
         self.handles: list[RemovableHandle] = []
         self.calls: Counter[str] = Counter()
@@ -164,6 +164,7 @@ class Pass:
 
     def abandon(self) -> None:
         """Take away and switch off whatever is still there or on. It may be begun anew."""
+        self.thread = None
         for handle in self.handles:
             handle.remove()
         while self.open:

@@ -24,6 +24,7 @@ from torch import nn
 from lowtide.aot.graph_backend import Spares
 from lowtide.compat.ddp import let_go_of_old_buckets
 from lowtide.compat.modules import is_replica, module_being_called
+from lowtide.compat.undo import undone
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute.circumstances import circumstances
 from lowtide.execute.courses import Course, OpsCourse, check_layers, course_of
@@ -90,13 +91,15 @@ def plans_of(model: nn.Module) -> tuple[Solution | GraphSolution, ...]:
 def set_aside(model: nn.Module) -> Iterator[None]:
     """The plain model while the block runs; afterwards with the plan that it had before, if any."""
     route = model.__dict__.get(_FORWARD)
-    try:
-        remove(model)
-        yield
-    finally:
+
+    def put_back() -> None:
         remove(model)
         if isinstance(route, _Route):
             model.__dict__[_FORWARD] = route
+
+    with undone(put_back):
+        remove(model)
+        yield
 
 
 def check(model: Model, solution: GraphSolution) -> Model:

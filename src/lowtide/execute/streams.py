@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from lowtide.compat.undo import undone
+
 Get: TypeAlias = Callable[[], Any]
 Set: TypeAlias = Callable[[Any], object]
 
@@ -46,13 +48,11 @@ class Streams:
     @contextmanager
     def again(self) -> Iterator[None]:
         """They stand there when the block begins, and afterwards where they stood before it."""
-        here = [(put, get()) for get, put, _ in self._states]
-        try:
+        here = Streams((), shared=False)
+        here._states = [(get, put, get()) for get, put, _ in self._states]
+        with undone(here.put_back):
             self.put_back()
             yield
-        finally:
-            for put, state in here:
-                put(state)
 
     def put_back(self) -> None:
         """Have them stand there."""

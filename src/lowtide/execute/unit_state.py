@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lowtide.compat.modules import OWN_ATTRIBUTES, buffers_of, has_hooks, parameters_of, updates_statistics
+from lowtide.compat.undo import undone
 from lowtide.errors import CannotApply
 from lowtide.execute.originals import Original, Originals
 from lowtide.execute.streams import Streams
@@ -136,19 +137,13 @@ class UnitState:
         """Call `unit` as its first run was called, and leave no trace in it."""
         owners = self._owners()
         now = Attributes(owners)
-        try:
+        with undone(now.put_back):
             kept.attributes.put_back()
             self._give_back(kept)
             for number, name, statistic in list(self._statistics(owners)):
                 buffers_of(owners[number])[name] = self._something_like(statistic, number, name)
             with kept.streams.again():
                 return unit(*args, **kwargs)
-        finally:
-            try:
-                now.put_back()
-            except BaseException:  # an interrupt came just then
-                now.put_back()
-                raise
 
     def _give_back(self, kept: Kept) -> None:
         for parameters, name, original in kept.parameters:

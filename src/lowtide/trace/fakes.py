@@ -20,6 +20,7 @@ from torch import nn
 from lowtide.compat.fake import FakeTensor, FakeTensorMode
 from lowtide.compat.modules import TENSORS_AND_SUBMODULES, buffers_of, parameters_of
 from lowtide.compat.tensors import key_of_storage
+from lowtide.compat.undo import undone
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Origin, Role
 from lowtide.trace.graph_builder import GraphBuilder
@@ -145,18 +146,19 @@ def faked(
     modules = {id(m): (path, m) for model in models for path, m in model.named_modules()}
     undo = [restorer(module) for _, module in modules.values()]
     undo += [restorer(thing) for thing in (*others, *([optimizer] if optimizer is not None else []))]
-    put_streams_back = random_streams()
-    try:
+    undo.append(random_streams())
+
+    def put_back() -> None:
+        for restore in undo:
+            restore()
+        twins.forget()  # autograd may hold on to hooks of fakes for ever, and these to what made them
+
+    with undone(put_back):
         for path, module in modules.values():
             _fake_module(twins, path, module)
         if optimizer is not None:
             _fake_optimizer(twins, optimizer)
         yield
-    finally:
-        for restore in undo:
-            restore()
-        put_streams_back()
-        twins.forget()  # autograd may hold on to hooks of fakes for ever, and these to what made them
 
 
 def _fake_module(twins: Twins, path: str, module: nn.Module) -> None:

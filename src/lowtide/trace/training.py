@@ -6,9 +6,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import nn
 
+from lowtide.compat.undo import undone
 from lowtide.cost.price import with_costs
 from lowtide.errors import BadRequest, LowtideError
 from lowtide.trace.dry_run import Trace, dry_run
@@ -37,13 +40,15 @@ def trace_training(spec: StepSpec) -> Trace:
 def empty_gradients(model: nn.Module) -> Iterator[None]:
     """Without the gradients that an earlier step has left, while the block runs."""
     left = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
+    with undone(partial(_give_gradients, left)):
         for parameter, _ in left:
             parameter.grad = None
         yield
-    finally:
-        for parameter, gradient in left:
-            parameter.grad = gradient
+
+
+def _give_gradients(gradients: list[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 @contextmanager

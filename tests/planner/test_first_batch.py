@@ -100,7 +100,7 @@ def test_a_part_of_the_plain_peak_stays_what_it_was_for_the_first_batch(method: 
     lowtide.optimize(model, budget="60%", method=method, profile=False)
     trained(model, [8])
     planned = lowtide.plan(net(), batch(8), budget="60%", method=method, profile=False).budget_bytes
-    replan = route(model)._replan if method == "auto" else vars(model)["_lowtide_segments"].replan
+    replan = route(model)._replan
     assert planned is not None
     assert replan.budget.bytes == planned
     with pytest.warns(UserWarning, match="new inputs|inputs without a plan|New inputs"):

@@ -53,9 +53,9 @@ def patched(owner: Any, name: str, replacement: object, *, why: str, since: str)
 
 def _undo(patch: Patch, own: object) -> None:
     """Put `own` back, however much of that is done already."""
+    if patch in _active:
+        _active.remove(patch)
     if own is not _ABSENT:
         setattr(patch.owner, patch.name, own)
     elif patch.name in vars(patch.owner):
         delattr(patch.owner, patch.name)
-    if patch in _active:
-        _active.remove(patch)

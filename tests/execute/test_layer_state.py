@@ -295,3 +295,11 @@ def test_random_numbers_are_drawn_once_and_are_the_same_again() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_layers_that_are_dropped_at_random_train_alike(seed: int) -> None:
     assert_trains_alike(LayerDrop, "drop", seed=seed)
+
+
+def test_a_model_that_holds_no_memory_can_be_given_a_plan() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    rehearsal = Rehearsal(model, (X,), square, device="cuda", profile=False)
+    solution = rehearsal.confirmed(solution_of(rehearsal.chain("fine"), Plan.at([2])))
+    assert apply(model, solution) is model

@@ -32,7 +32,7 @@ def circumstances(
     found = [*inputs_of(model, args, kwargs)]
     parameters = list(model.named_parameters())
     device = device or (parameters[0][1].device.type if parameters else "cpu")
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         found.append(f"autocast {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}")
     frozen = [name for name, parameter in parameters if not parameter.requires_grad]
     if frozen:

@@ -69,6 +69,8 @@ def families() -> list[str]:
 def built(family: str, device: str, layers: int) -> Subject:
     """A small member of the family that trains as it is.
 
+    One of transformers is trained with its most telling head; 'hf:beit:BeitForSemanticSegmentation' asks for another.
+
     Raises:
         NotBuilt: none was found.
     """
@@ -113,7 +115,8 @@ def _hf_built(kind: str, device: str, layers: int) -> Subject:
     transformers = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     refusals: list[str] = []
-    head, *more = _hf_classes(kind)
+    kind, _, asked = kind.partition(":")
+    head, *more = [asked] if asked else _hf_classes(kind)
     for name in (head, *more[-1:]):
         model_class = getattr(transformers, name)
         for way, config in configs.ways(transformers.CONFIG_MAPPING[kind], layers):

@@ -41,7 +41,7 @@ class Choosy(nn.Module):
 
     def forward(self, x):
         scores = self.inner(x)
-        return scores[scores > 0].sum()
+        return scores.repeat_interleave(scores.exp().sum(1).long(), 0).sum()
 
 def choosy():
     return Choosy(), (torch.ones(2, 3),)
@@ -264,7 +264,7 @@ def test_a_bad_request_is_one_message_and_nothing_else(model: str, said: str, tm
         (["absent.py:mlp"], "error: there is no file 'absent.py'"),
         (["mine.py:raising"], "error: mine.py:raising raised an error.\nTraceback (your frames only):"),
         (["mine.py:pointless"], "error: mine.py:pointless returned a Linear. Expected (model, example)"),
-        (["mine.py:choosy"], "in forward: `return scores[scores > 0].sum()`"),
+        (["mine.py:choosy"], "in forward: `return scores.repeat_interleave("),
         (["mine.py:mismatched"], "error: the training step raised an error."),
         (["vgg19", "--batch", "0"], "'--batch': it must be a whole number of at least 1, not '0'"),
         (["vgg19", "--batch", "-3"], "'--batch': it must be a whole number of at least 1, not '-3'"),

@@ -16,6 +16,7 @@ from lowtide.solvers import methods, schedulers, solve
 from lowtide.solvers.chains.baselines import EveryK, KeepAll
 from lowtide.solvers.chains.rotor import Rotor
 from lowtide.solvers.method import Method
+from lowtide.solvers.registry import OPS
 from lowtide.solvers.refereed import SolverMistake
 from lowtide.solvers.solution import Answer, Status
 from tests.helpers.chains import chains
@@ -188,7 +189,7 @@ def test_an_unknown_method_is_told_its_nearest() -> None:
     with pytest.raises(UnknownMethod, match=r"no method called 'roter'. Did you mean rotor") as caught:
         solve(FIVE, "roter")
     assert caught.value.nearest[0] == "rotor"
-    assert caught.value.known == (*methods(), *schedulers())
+    assert caught.value.known == (*methods(), *schedulers(), OPS)
 
 
 def test_a_method_without_budgets_names_those_with() -> None:

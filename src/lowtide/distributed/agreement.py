@@ -137,6 +137,8 @@ class _Round:
     def _reached(self) -> Iterator[None]:
         try:
             yield
+        except dist.DistStoreError:  # it is there, and says no
+            raise
         except dist.DistError as error:
             raise RanksDisagree(
                 f"rank {self.rank} has lost the store that the process group was made with: the process that "
@@ -145,9 +147,10 @@ class _Round:
 
     def _get(self, key: str, rank: int) -> bytes:
         try:
-            self._store.wait([key], self._timeout)
-            found: bytes = self._store.get(key)
-        except dist.DistError as error:
+            with self._reached():
+                self._store.wait([key], self._timeout)
+                found: bytes = self._store.get(key)
+        except dist.DistStoreError as error:
             raise RanksDisagree(
                 f"rank {rank} did not answer within {self._timeout.total_seconds():g} s: it has failed or "
                 "gone, or it does not plan where the others do. Its own output says more; all ranks must "

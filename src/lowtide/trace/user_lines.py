@@ -71,6 +71,7 @@ def _is_installed(filename: str) -> bool:
 
 
 def _describe(filename: str, lineno: int, function: str) -> str:
+    linecache.checkcache(filename)  # it may have been edited, or be another file by the same name
     source = linecache.getline(filename, lineno).strip()
     text = f": `{source}`" if source else ""
     return f"{Path(filename).name}:{lineno}, in {function}{text}"

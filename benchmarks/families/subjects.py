@@ -69,7 +69,8 @@ def families() -> list[str]:
 def built(family: str, device: str, layers: int) -> Subject:
     """A small member of the family that trains as it is.
 
-    One of transformers is trained with its most telling head; 'hf:beit:BeitForSemanticSegmentation' asks for another.
+    One of transformers is trained with its most telling head; 'hf:beit:BeitForSemanticSegmentation' asks for
+    another.
 
     Raises:
         NotBuilt: none was found.

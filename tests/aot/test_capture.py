@@ -878,7 +878,7 @@ class Stateful(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.last = self.norm(F.dropout(self.layer(x)))
-        if self.refuse and self.last.sum() > 0:
+        if self.refuse and self.last.sum().item() > 0:
             raise AssertionError("not reached")
         loss: Tensor = self.last.mean()
         return loss
@@ -937,7 +937,7 @@ def test_the_mode_around_the_capture_does_not_matter(around: Callable[[], Any]) 
 class Branches(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
-        if x.sum() > 0:
+        if x.sum().item() > 0:
             x = x * 2
         return x.mean()
 
@@ -977,7 +977,7 @@ class Twice(OneLayer):
 @pytest.mark.parametrize(
     ("model", "line", "why"),
     [
-        (Branches, "in forward: `if x.sum() > 0:`", "Choose with torch.where"),
+        (Branches, "in forward: `if x.sum().item() > 0:`", "Choose with torch.where"),
         (Counts, "in forward: `for _ in range(int(x.max().item())):`", "only exists when it runs"),
         (Selects, "in forward: `return x[x > 0].mean()`", "only exists when it runs"),
         (

@@ -16,8 +16,8 @@ from lowtide.solvers import methods, schedulers, solve
 from lowtide.solvers.chains.baselines import EveryK, KeepAll
 from lowtide.solvers.chains.rotor import Rotor
 from lowtide.solvers.method import Method
-from lowtide.solvers.registry import OPS
 from lowtide.solvers.refereed import SolverMistake
+from lowtide.solvers.registry import OPS
 from lowtide.solvers.solution import Answer, Status
 from tests.helpers.chains import chains
 from tests.helpers.effort import examples

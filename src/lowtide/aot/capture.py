@@ -25,12 +25,14 @@ from lowtide.compat.dynamo import uncompiled
 from lowtide.compat.patches import patched
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotCapture, LowtideError
-from lowtide.ir.assumptions import Assumption
+from lowtide.ir.assumptions import Assumption, Guess, NoGradient
 from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, StepName, gradient_name
 from lowtide.trace.fakes import Resident, Twins, faked, stage
 from lowtide.trace.graph_builder import GraphBuilder
+from lowtide.trace.guesses import Guesses
 from lowtide.trace.inputs import criteria, over, replaced
 from lowtide.trace.losses import tensors_of
+from lowtide.trace.outside_numbers import outside_draws
 from lowtide.trace.recorder import Recorder, Spot
 from lowtide.trace.step import NOTHING_TO_TRAIN, Example, Loss, carried_loss, declared
 from lowtide.trace.user_lines import current_line, described, is_users, line_of
@@ -66,7 +68,9 @@ def capture(
     `graph.notes` name the user's lines where that happens.
 
     Where the path taken depends on whole numbers of a real example (lengths, masks, labels), it is the path
-    for this example, and the notes say so. On other numbers it cannot depend.
+    for this example, and the notes say so. Where it depends on a condition that is met or not when the step
+    runs, it is that of an undisturbed step (see `lowtide.dry_run`), and `graph.assumptions` say so. On other
+    numbers it cannot depend.
 
     Model and example may be real, or on the meta device; they are left as they were, also after an error.
     What others have compiled with torch.compile stays compiled.
@@ -78,7 +82,9 @@ def capture(
     """
     example, loss = declared(example, loss, target)
     graph = _capture(model, example, loss, device, name, _step_in_one)
-    return replace(graph, assumptions=())  # what was found is for another capture to assume
+    return replace(
+        graph, assumptions=tuple(each for each in graph.assumptions if isinstance(each, Guess))
+    )  # other findings are for another capture to assume
 
 
 def capture_forward(
@@ -98,10 +104,10 @@ def capture_forward(
     """
     taken = tuple(assumptions)
     graph = _capture(model, example, loss, device, name, _step_around_forward, taken, spares)
-    if graph.assumptions:  # what this capture found out
+    if any(isinstance(found, NoGradient) for found in graph.assumptions):
         taken = (*taken, *graph.assumptions)
         graph = _capture(model, example, loss, device, name, _step_around_forward, taken, spares)
-    return replace(graph, assumptions=taken)
+    return replace(graph, assumptions=tuple(dict.fromkeys((*taken, *graph.assumptions))))
 
 
 def _capture(
@@ -123,6 +129,7 @@ def _capture(
             faked(twins, [model, *criteria(loss, model)], None),
             over(recorder.batch, loss) as loss_of_fakes,
             cuda_rules() if builder.relabel else nullcontext(),
+            outside_draws(recorder.guesses),
         ):
             args, kwargs = replaced(recorder.batch, model, example)
             with twins.mode, recorder:
@@ -192,6 +199,7 @@ class _GraphRecorder(Recorder):
         self._held = HeldAround(builder)
         self.sections = Sections(modules, assumptions, self._is_zero, self._held.returned)
         self._eagerly = Eagerly(model, modules)
+        self.guesses = Guesses(lambda: self.builder, self.shadows, self.sizes)
         self._leaves: list[Resident] = []  # what may get a gradient
 
     @classmethod
@@ -224,14 +232,17 @@ class _GraphRecorder(Recorder):
             self.sections.notes[f"not captured, runs eagerly: {current_line()}"] = None
 
     def unknown_size(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self.unknown_number(func, args)
-
-    def unknown_number(self, func: Any, args: tuple[Any, ...]) -> Any:
         raise CannotCapture(
             f"the step depends on a number that only exists when it runs: {current_line()}. "
             "Choose with torch.where, or decide outside of the model. "
             "lowtide.dry_run can follow steps that cannot be captured."
         )
+
+    def unknown_number(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Which of two ways a step goes is guessed. Of any other number there would be a graph for each."""
+        if func is aten.equal.default or args[0].dtype is torch.bool:
+            return self.guesses.number(func, args)
+        return self.unknown_size(func, args, {})
 
     def decided(self, numbers: Any) -> Any:
         self.sections.notes[f"decided by the numbers in the example: {current_line()}"] = None
@@ -299,7 +310,9 @@ class _GraphRecorder(Recorder):
                 self.builder.set_role(gradient, Role.GRADIENT, gradient_name(leaf.name), leaf.module)
         self.builder.notes.update(self.sections.notes)
         graph = self._held.in_graph(self.builder.finish(value for _, value in self.alive()))
-        return replace(graph, assumptions=tuple(self.sections.found_gradientless()))
+        # On another path an output that got no gradient on this one may get one.
+        found: tuple[Assumption, ...] = self.guesses.made or tuple(self.sections.found_gradientless())
+        return replace(graph, assumptions=found)
 
 
 # Outputs ----------------------------------------------------------------------------------------------

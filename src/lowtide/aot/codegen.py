@@ -92,6 +92,30 @@ def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> Sect
     return SectionCode(forward.finish(results), backward.finish(gradients))
 
 
+def kind_of(halves: Halves) -> int:
+    """What a captured graph does, in one number: equal for one that `emit` takes for a section."""
+    return hash(
+        tuple(
+            (phase, target_name(node.target), *_shapes(node))
+            for phase, nodes in zip((Phase.FORWARD, Phase.BACKWARD), halves.ops, strict=True)
+            for node in nodes
+        )
+    )
+
+
+def kind_of_section(graph: Graph, section: int) -> int:
+    """The same for a section of a step."""
+    ops = [op for op in graph.ops if op.section == section and not does_nothing(op)]
+    return hash(
+        tuple(
+            (phase, op.target, *_shapes_of(op, graph))
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+            for op in ops
+            if op.phase is phase
+        )
+    )
+
+
 class _SectionOps:
     """A section's nodes and its ops, matched."""
 

@@ -81,6 +81,7 @@ def compiling(assumptions: Collection[Assumption] = ()) -> Iterator[None]:
         ):
             # Dynamo itself looks at what comes out of one graph and goes into the next.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            warnings.filterwarnings("ignore", "Dynamo does not know how to trace")
             yield
     finally:
         forget_tracing()

@@ -14,6 +14,7 @@ import torch._inductor.config
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.utils import graph_break_reasons as _graph_break_reasons
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.partitioners import default_partition as _default_partition
 from torch.fx.graph import _BoxedCodeGen
 
@@ -37,6 +38,10 @@ PRIVATE = (
         "random ops whose results nobody uses stay in captured graphs where it is on",
     ),
     Private("torch._inductor.config.patch", "switches that on, and off again"),
+    Private(
+        "torch._dynamo.variables.user_defined.UserDefinedObjectVariable._supported_random_functions",
+        "which of Python's random functions Dynamo follows: it looks once, and remembers",
+    ),
     Private("torch._dynamo.exc", "a logger goes by this name that repeats what errors say"),
     Private("torch._dynamo.metrics_context", "a logger goes by this name that fails before torch 2.12"),
     Private("torch._dynamo.variables.tensor", "a logger goes by this name that repeats what errors say"),
@@ -96,6 +101,11 @@ def drawing_as_eager() -> AbstractContextManager[None]:
     """While the block runs, graphs are captured with every draw in them, also those that nobody looks at."""
     change: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)
     return change
+
+
+def look_at_random_functions() -> None:
+    """Have Dynamo look at the functions of `random`, which are about to be replaced."""
+    UserDefinedObjectVariable._supported_random_functions()
 
 
 def take_a_list(graph: fx.Graph) -> None:

@@ -6,8 +6,15 @@ class.
 
 from __future__ import annotations
 
+import gc
 import inspect
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
+import torch._dynamo.convert_frame
+import torch._dynamo.eval_frame
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo.convert_frame import compile_lock, input_codes
 from torch._dynamo.eval_frame import cached_backends
@@ -26,6 +33,7 @@ PRIVATE = (
     Private(
         "torch._C._dynamo.eval_frame.reset_code", "drops what is noted with code of which nothing is compiled"
     ),
+    Private("sys._current_frames", "tells whether a thread is inside of Dynamo"),
     Private("torch._dynamo.convert_frame.compile_lock", "nothing is compiled while something is dropped"),
     Private("torch._dynamo.convert_frame.input_codes", "the code of every frame that Dynamo has met"),
     Private(
@@ -55,7 +63,57 @@ def forget_compiled(backend: object) -> None:
 
     What others have compiled stays. Code of which nothing else is compiled is as if it had never been met:
     Dynamo notes with it what is not worth another try.
+
+    A model may be collected as garbage at any moment, also while Dynamo looks at the very frames that were
+    compiled for it, and holds pointers to what is dropped here. Then it is dropped after the next garbage
+    collection that finds no thread inside of Dynamo.
     """
+    _given_up.add(backend)
+
+
+class _GivenUp:
+    """Backends of which nothing is needed any longer."""
+
+    def __init__(self) -> None:
+        self._waiting: list[object] = []
+
+    def add(self, backend: object) -> None:
+        self._waiting.append(backend)
+        self._drop()
+        if self._waiting and self._after_collection not in gc.callbacks:
+            gc.callbacks.append(self._after_collection)
+
+    def _after_collection(self, phase: str, _: Any) -> None:
+        if phase == "stop":
+            self._drop()
+
+    def _drop(self) -> None:
+        if _is_running():
+            return
+        while self._waiting:
+            _drop_compiled(self._waiting.pop())
+        if self._after_collection in gc.callbacks:
+            gc.callbacks.remove(self._after_collection)
+
+
+_given_up = _GivenUp()
+_DYNAMO = (torch._dynamo.eval_frame.__file__, torch._dynamo.convert_frame.__file__)
+
+
+def _is_running() -> bool:
+    """Whether a thread runs something that Dynamo has compiled, or compiles."""
+    return any(frame.f_code.co_filename in _DYNAMO for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+
+def _drop_compiled(backend: object) -> None:
     with compile_lock:
         for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
             entries = _debug_get_cache_entry_list(code)

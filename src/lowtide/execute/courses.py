@@ -65,7 +65,7 @@ def course_of(
     """
     if isinstance(solution, Solution):
         return LayerCourse(model, solution, astray)
-    execution = Execution(solution.graph, solution.schedule, spares)
+    execution = Execution(solution.graph, solution.schedule, spares, astray)
     backend = execution.backend
     compiled = torch.compile(own or type(model).forward, backend=backend, dynamic=False)
     course = OpsCourse(execution, compiled, is_method=own is None)

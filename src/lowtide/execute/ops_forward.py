@@ -205,13 +205,25 @@ class _Route:
                 self.solutions[inputs] = self._planned(self._replan, inputs, model, args, kwargs)
         if inputs not in self._courses:
             solution, spares = self.solutions[inputs], self._spares.handed_on()
-            self._courses[inputs] = course_of(model, solution, self.own, self._astray, spares)
+            self._courses[inputs] = course_of(model, solution, self.own, self._teller(), spares)
         return self._courses[inputs]
+
+    def _teller(self) -> Callable[[str], None]:
+        """What a course tells of another path. Dynamo holds on to courses, so they refer to this weakly."""
+        reference = weakref.ref(self)
+
+        def astray(how: str) -> None:
+            route = reference()
+            if route is not None:
+                route._astray(how)
+
+        return astray
 
     def _astray(self, how: str) -> None:
         self._unplanned(
             f"the model took another path than the one that was planned: {how}.",
             "Plan for the path that it takes.",
+            follows_a_plan=True,
         )
 
     def _planned(
@@ -246,15 +258,16 @@ class _Route:
         self._unplanned(
             f"the plan is not for these inputs: {_difference(inputs, self.solutions)}.",
             "Plan for them, or use lowtide.optimize, which plans for new inputs when it meets them.",
+            follows_a_plan=self._of_layers,
         )
 
-    def _unplanned(self, problem: str, what_to_do: str) -> None:
+    def _unplanned(self, problem: str, what_to_do: str, follows_a_plan: bool = False) -> None:
         if self._on_new_inputs == "error":
             raise CannotApply(f"{problem} {what_to_do}")
         if self._on_new_inputs == "warn":
             outcome = (
-                "Gradients are right, but the peak is not the promised one."
-                if self._of_layers
+                "Gradients are right, but the peak may be another than the promised one."
+                if follows_a_plan
                 else "The model runs without a plan, and may exceed the budget."
             )
             self._tell(problem, f"{problem} {outcome} {what_to_do}")

@@ -4,45 +4,75 @@ AOTAutograd makes an autograd function of each captured graph and calls two comp
 halves are code that was generated from the schedule (see `aot.codegen`). One graph may serve several
 sections of a step (equal blocks are compiled once), and each of these may be planned differently: so the
 forward asks which section it is, and leaves a mark for its backward.
+
+A step need not take the path that was planned: it may leave layers out (LayerDrop), and goes on with the
+section that it meets next; a path that leaves sections out holds no more than the whole. A graph that is no
+section of the plan runs by a schedule of its own that keeps as little as possible, and that is told.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
-from lowtide.aot.codegen import SectionCode, emit
+from lowtide.aot.codegen import SectionCode, emit, kind_of, kind_of_section
+from lowtide.aot.draw import drawn
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.halves import identity
 from lowtide.aot.mark import Mark
 from lowtide.aot.planned_graph import PlannedGraph
 from lowtide.aot.unused_outputs import gradientless
-from lowtide.errors import CannotApply
+from lowtide.compat.dynamo import take_a_list
 from lowtide.ir.graph import Graph
+from lowtide.ir.keep import keep_only
 from lowtide.ir.schedule import Schedule
+from lowtide.ir.simulate import simulate
+from lowtide.solvers import solve
+from lowtide.solvers.method import Effort
+from lowtide.solvers.ops.evict import Evict
+from lowtide.text.budget import LOWEST
 
 
 class Execution:
     """A Dynamo backend for one planned step.
 
-    `begin` says that a forward begins: the graphs that run from then on are the sections of the plan, in
-    their order.
+    `begin` says that a forward begins: the graphs that run from then on are sections of the plan, in their
+    order. `astray` is told of what is not.
     """
 
-    def __init__(self, graph: Graph, schedule: Schedule, spares: Spares | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        schedule: Schedule,
+        spares: Spares | None = None,
+        astray: Callable[[str], None] = lambda how: None,
+    ) -> None:
         self.graph = graph
         self.schedules = [
             schedule
         ]  # the last one is followed; forwards before it may still wait for their backward
-        self._sections = 1 + max((op.section for op in graph.ops), default=-1)
-        self._next = 0
+        self.astray = astray
+        self._waiting: list[int] = []  # the sections that have not run in this forward
+        self._latest = -1  # the last one that has
         self._has_begun = False
         self._spares = spares or Spares()
         self._numbers: dict[int, int] = {}  # of Dynamo's graphs, by the section that each was compiled for
+
+    @cached_property
+    def growth_bytes(self) -> int:
+        """What the planned step holds at most, beyond what is there before it."""
+        return simulate(self.graph, self.schedules[-1]).growth_bytes
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        """What each section does, in one number."""
+        sections = 1 + max((op.section for op in self.graph.ops), default=-1)
+        return [kind_of_section(self.graph, section) for section in range(sections)]
 
     def follow(self, schedule: Schedule) -> None:
         """From the next forward on, do as another schedule of the same graph says."""
@@ -50,7 +80,7 @@ class Execution:
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
-        self._next = 0
+        self._waiting, self._latest = list(range(len(self._kinds))), -1
         if self._has_begun:
             self._spares.hold(())  # whatever is compiled later is compiled because something has changed
         self._has_begun = True
@@ -70,21 +100,26 @@ class Execution:
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs."""
         # What is compiled again, because something that it was compiled for has changed, keeps its number.
-        number = self._numbers.setdefault(self._next, len(self._numbers))
+        number = self._numbers.setdefault(1 + self._latest, len(self._numbers))
         cut_off = gradientless(self.graph.assumptions, number)
         graph, spare = _ScheduledGraph(self), self._spares.take(identity(module, cut_off))
         return graph.compile(module, inputs, cut_off) if spare is None else graph.compile_as(spare)
 
-    def next_section(self) -> int:
-        """The section that begins to run now."""
-        section = self._next
-        self._next += 1
-        if section >= self._sections:
-            raise CannotApply(
-                f"the step does not run as it was planned: more than {self._sections} captured graphs run. "
-                "Plan it again, for this model and this batch."
-            )
-        return section
+    def section_of(self, kind: int) -> int | None:
+        """The section that begins to run now and does what `kind` says; None if the plan has none left.
+
+        Sections are met in their order, and those before the one that is met are left out. Where none that
+        comes fits, one that was left out does: each runs at most once in a forward.
+        """
+        fitting = [section for section in self._waiting if self._kinds[section] == kind]
+        found = next((section for section in fitting if section > self._latest), next(iter(fitting), None))
+        if found is None:
+            return None
+        if found < self._latest:
+            self.astray("parts of it run in another order")
+        self._waiting.remove(found)
+        self._latest = max(self._latest, found)
+        return found
 
 
 class _ScheduledGraph(PlannedGraph):
@@ -95,16 +130,46 @@ class _ScheduledGraph(PlannedGraph):
         self._execution = execution
         self._planned: dict[Mark, SectionCode] = {}
 
+    @cached_property
+    def _kind(self) -> int:
+        return kind_of(self.halves)
+
+    @cached_property
+    def _alone(self) -> SectionCode:
+        """The code for a run that nobody has planned.
+
+        It keeps nothing that can be made again, unless running all of it again at once would take more than
+        the whole step was to take: then it goes as low as it can by itself.
+        """
+        if self.halves.backward is None:
+            return SectionCode(_taking_a_list(self.halves.forward), None)
+        graph = drawn(self.halves, frozenset()).graph
+        least = keep_only(graph, frozenset(), is_part=True)
+        if simulate(graph, least).growth_bytes > self._execution.growth_bytes:
+            least = solve(graph, Evict(Effort.QUICK), LOWEST).schedule
+        return emit(self.halves, graph, least, 0)
+
     def run_forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
-        section = self._execution.next_section()
+        section = self._execution.section_of(self._kind)
+        if section is None:
+            if any(self.halves.ops):
+                self._execution.astray("a part of it runs that is not in the plan")
+            return self._alone.forward.forward(args), Mark(None, 0).write()
         mark = Mark(len(self._execution.schedules) - 1, section)
         return self.code(mark).forward.forward(args), mark.write()
 
     def code(self, mark: Mark) -> SectionCode:
         """The code for a section under a schedule, generated when it is first wanted."""
+        if mark.plan is None:
+            return self._alone
         if mark not in self._planned:
-            assert mark.plan is not None, "every forward runs by a schedule"
             execution = self._execution
             schedule = execution.schedules[mark.plan]
             self._planned[mark] = emit(self.halves, execution.graph, schedule, mark.section)
         return self._planned[mark]
+
+
+def _taking_a_list(graph: fx.GraphModule) -> fx.GraphModule:
+    take_a_list(graph.graph)
+    graph.recompile()
+    return graph

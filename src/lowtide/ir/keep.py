@@ -20,7 +20,7 @@ from lowtide.ir.recomputable import repeatable
 from lowtide.ir.schedule import Schedule, in_order
 
 
-def keep_only(graph: Graph, kept: AbstractSet[int]) -> Schedule:
+def keep_only(graph: Graph, kept: AbstractSet[int], *, is_part: bool = False) -> Schedule:
     """A step that holds no more of the forward than `kept` when the backward begins to need it.
 
     The forward runs in graph order; every value is freed after the last op that touches it, and one
@@ -32,7 +32,8 @@ def keep_only(graph: Graph, kept: AbstractSet[int]) -> Schedule:
 
     * What `droppable` leaves out is kept too, and so is what is made together with something kept.
     * The segment that the backward begins in is not given up if the forward ends in it, with every other
-      segment over before it began: it would be recomputed at once.
+      segment over before it began: it would be recomputed at once. Unless the graph `is_part` of a step:
+      then others run before its backward begins.
 
     Keeping everything is `straight(graph)`.
 
@@ -46,6 +47,8 @@ def keep_only(graph: Graph, kept: AbstractSet[int]) -> Schedule:
         )
     parts = segments(graph, kept)
     wanted_by, needed = _wanted(graph, parts)
+    if wanted_by and not is_part:
+        _leave_last(parts, wanted_by)
     again = [[op for op in part if op in needed] if n in wanted_by else [] for n, part in enumerate(parts)]
 
     turn = _turn(graph)
@@ -111,8 +114,11 @@ def _wanted(graph: Graph, parts: Sequence[Sequence[int]]) -> tuple[dict[int, int
     for op in sorted(segment_of, reverse=True):
         if op in needed:
             needed |= makers(graph, op) & segment_of.keys()
-    if wanted_by:
-        first = min(wanted_by, key=lambda number: (wanted_by[number], -number))
-        if all(parts[other][-1] < parts[first][0] for other in wanted_by if other != first):
-            del wanted_by[first]  # the forward ends in it: it is still there
     return wanted_by, needed
+
+
+def _leave_last(parts: Sequence[Sequence[int]], wanted_by: dict[int, int]) -> None:
+    """Do not recompute the segment that the backward begins in, if the forward ends in it."""
+    first = min(wanted_by, key=lambda number: (wanted_by[number], -number))
+    if all(parts[other][-1] < parts[first][0] for other in wanted_by if other != first):
+        del wanted_by[first]

@@ -8,12 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from lowtide.compat.dynamo import look_at_random_functions
 from lowtide.compat.fake import FakeTensor
 from lowtide.compat.patches import patched
 from lowtide.trace.guesses import Guesses
@@ -31,23 +31,34 @@ def outside_numbers(guesses: Guesses) -> Iterator[None]:
 
     The numbers are drawn all the same, so that whatever is drawn after them is what it would have been.
     """
-    with ExitStack() as patches:
-        for owner, name in _DRAWS:
-            drawn = partial(_drawn, guesses, getattr(owner, name), name == "uniform")
-            why = "a number that decides a path is guessed, not drawn"
-            patches.enter_context(patched(owner, name, drawn, why=why, since="python 3.11"))
-        handed = _handing(guesses, torch.Tensor.numpy)
-        why = "a fake has no numbers to hand to numpy"
-        patches.enter_context(patched(torch.Tensor, "numpy", handed, why=why, since="torch 2.11"))
+    handed = _handing(guesses, torch.Tensor.numpy)
+    why = "a fake has no numbers to hand to numpy"
+    with outside_draws(guesses), patched(torch.Tensor, "numpy", handed, why=why, since="torch 2.11"):
         yield
 
 
-def _drawn(guesses: Guesses, draw: Callable[..., Any], has_bounds: bool, /, *args: Any, **kwargs: Any) -> Any:
-    number = draw(*args, **kwargs)
-    if not isinstance(number, float):
-        return number
-    low, high = args if has_bounds and len(args) == 2 else (0.0, 1.0)
-    return guesses.draw(Range(kwargs.get("low", low), kwargs.get("high", high), reached=False))
+@contextmanager
+def outside_draws(guesses: Guesses) -> Iterator[None]:
+    """While the block runs, numbers that are drawn one by one are guessed, and Dynamo leaves that alone."""
+    look_at_random_functions()
+    with ExitStack() as patches:
+        for owner, name in _DRAWS:
+            drawn = _drawing(guesses, getattr(owner, name), has_bounds=name == "uniform")
+            why = "a number that decides a path is guessed, not drawn"
+            patches.enter_context(patched(owner, name, drawn, why=why, since="python 3.11"))
+        yield
+
+
+def _drawing(guesses: Guesses, draw: Callable[..., Any], has_bounds: bool) -> Callable[..., Any]:
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        number = draw(*args, **kwargs)
+        if not isinstance(number, float):
+            return number
+        low, high = args if has_bounds and len(args) == 2 else (0.0, 1.0)
+        return guesses.draw(Range(kwargs.get("low", low), kwargs.get("high", high), reached=False))
+
+    uncompiled: Callable[..., Any] = torch.compiler.disable(drawn)
+    return uncompiled
 
 
 def _handing(guesses: Guesses, own: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,180 @@
+"""Steps whose path numbers decide: op plans follow every path, with plain training's gradients."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from lowtide.errors import CannotApply
+from lowtide.ir.assumptions import Guess
+from lowtide.solvers.solution import GraphSolution
+
+INPUTS = torch.randn(256, 16, generator=torch.Generator().manual_seed(3))
+SEEDS = range(6)
+LOSS_BYTES = 64  # the loss itself, and the gradient that it begins with
+
+Drop = Callable[[], "torch.Tensor | bool"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def by_torch() -> torch.Tensor:
+    return torch.rand([]) < 0.4
+
+
+def by_python() -> bool:
+    return random.random() < 0.4
+
+
+def by_python_within_bounds() -> bool:
+    return random.uniform(0, 1) < 0.4
+
+
+def by_numpy() -> bool:
+    return bool(np.random.rand() < 0.4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.narrow(self.dropout(F.gelu(self.wide(x))))
+        return x + added
+
+
+class Dropping(nn.Module):
+    """LayerDrop. The first layer does not know that it is the first: its input has a gradient too."""
+
+    def __init__(self, drops: Drop) -> None:
+        super().__init__()
+        self.drops = drops
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            if self.drops():
+                continue
+            x = layer(x)
+        return x.square().mean()
+
+
+class Branching(nn.Module):
+    """Takes a way of its own for large inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.usual, self.other = Block(), Block(), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = self.other(x).tanh() if x.mean() > 3 else self.usual(x)
+        return x.square().mean()
+
+
+def stepping(model: nn.Module, inputs: torch.Tensor, seed: int) -> Callable[[], None]:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        model(inputs).backward()
+
+    return step
+
+
+def planned(model: nn.Module, budget: str) -> GraphSolution:
+    lowtide.optimize(model, INPUTS, budget=budget, effort="quick")
+    (solution,) = lowtide.plans_of(model)
+    assert isinstance(solution, GraphSolution)
+    return solution
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def assert_same_step(model: nn.Module, plain: nn.Module, inputs: torch.Tensor, seed: int) -> None:
+    """Gradients to the last bit, none where there is none, and the same draws afterwards."""
+    after = []
+    for each in (plain, model):
+        stepping(each, inputs, seed)()
+        after.append((torch.get_rng_state().tolist(), random.random(), np.random.rand()))
+    assert after[0] == after[1]
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        assert mine.grad is None or other.grad is None or torch.equal(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("budget", ["70%", "min"])
+@pytest.mark.parametrize("drops", [by_torch, by_python, by_python_within_bounds, by_numpy])
+def test_every_path_that_leaves_layers_out_is_within_the_budget(drops: Drop, budget: str) -> None:
+    model, plain = made(lambda: Dropping(drops)), made(lambda: Dropping(drops))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = planned(model, budget)
+        for seed in SEEDS:
+            assert_same_step(model, plain, INPUTS, seed)
+    peaks = {lowtide.measure(stepping(model, INPUTS, seed)).growth_bytes for seed in SEEDS}
+    assert len(peaks) > 1
+    assert max(peaks) <= solution.timeline.growth_bytes + LOSS_BYTES
+
+
+def test_the_step_that_is_planned_drops_no_layer_and_says_what_was_taken_to_be_so() -> None:
+    solution = planned(made(lambda: Dropping(by_torch)), "min")
+    (guess,) = solution.graph.assumptions
+    assert isinstance(guess, Guess)
+    assert guess.number == "False"
+    assert "if self.drops():" in guess.line
+    assert {op.module for op in solution.graph.ops} >= {f"layers.{n}.wide" for n in range(3)} | {"layers.2"}
+
+
+def test_a_branch_that_was_not_planned_is_run_in_little_memory_and_told_once() -> None:
+    model, plain = made(Branching), made(Branching)
+    solution = planned(model, "min")
+    assert_same_step(model, plain, INPUTS, 0)
+    with pytest.warns(UserWarning, match=r"took another path .* not in the plan"):
+        assert_same_step(model, plain, INPUTS + 10, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_step(model, plain, INPUTS + 10, 1)
+        assert_same_step(model, plain, INPUTS, 2)
+    usual = lowtide.measure(stepping(model, INPUTS, 0)).growth_bytes
+    assert usual <= solution.timeline.growth_bytes + LOSS_BYTES
+
+
+def test_a_branch_that_was_not_planned_is_refused_where_nothing_new_is_wanted() -> None:
+    model, plain = made(Branching), made(Branching)
+    lowtide.optimize(model, INPUTS, budget="min", effort="quick", on_new_shape="error")
+    with pytest.raises(CannotApply, match=r"took another path .* Plan for the path"):
+        stepping(model, INPUTS + 10, 0)()
+    assert_same_step(model, plain, INPUTS, 0)
+
+
+def test_what_was_taken_to_be_so_is_kept_in_files(tmp_path: Path) -> None:
+    solution = planned(made(lambda: Dropping(by_python)), "70%")
+    lowtide.save_solution(solution, tmp_path / "plan.json")
+    loaded = lowtide.load_solution(tmp_path / "plan.json")
+    assert loaded == solution
+    model, plain = made(lambda: Dropping(by_python)), made(lambda: Dropping(by_python))
+    assert isinstance(loaded, GraphSolution)
+    lowtide.apply(model, loaded)
+    assert_same_step(model, plain, INPUTS, 1)

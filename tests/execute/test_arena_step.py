@@ -166,3 +166,90 @@ def test_a_model_without_memory_or_a_loss_is_refused() -> None:
     real = workload("mlp")
     with pytest.raises(BadRequest, match="Give a loss that makes one of it"):
         lowtide.in_arena(real.model, real.args)
+
+
+class Conjugated(nn.Module):
+    """Complex numbers, and what lies in them looked at as its conjugate and its negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.fft.rfft(x * self.weight)
+        found: torch.Tensor = torch.fft.irfft(z * z.conj(), n=8) + z.imag.sum() * z.conj().imag.sum()
+        return found.sum()
+
+
+class Offsets(nn.Module):
+    """Looks at a storage from an offset in it, to read and to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear(x).sin()
+        hidden.as_strided((2, 2), (4, 1), 5).mul_(2)
+        weight = self.weight.as_strided((2, 4), (4, 1), 3)
+        return (hidden @ weight.T).sin().sum()
+
+
+class Counting(nn.Module):
+    """Assigns to one buffer, and counts in another."""
+
+    mean: torch.Tensor
+    steps: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        self.steps += 1
+        return (hidden - self.mean).sin().sum()
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.norm(self.linear(x))
+        found: torch.Tensor = first.sin() * self.norm(self.linear(2 * x))
+        return found.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (Conjugated(), torch.randn(3, 8)),
+        (Offsets(), torch.randn(3, 4)),
+        (Counting(), torch.randn(3, 4)),
+        (Twice().double(), torch.randn(6, 4).double()),
+    ],
+    ids=["conjugates", "offsets in a storage", "a buffer that is assigned", "a norm called twice in float64"],
+)
+def test_any_step_in_an_arena_is_plain_training(model: nn.Module, x: torch.Tensor) -> None:
+    plain = copy.deepcopy(model)
+    step = fresh(lowtide.in_arena(model, (x,)))
+    for _ in range(2):
+        plain.zero_grad()
+        expected = plain(x)
+        expected.backward()
+        assert torch.equal(step(), expected)
+        assert_trained_alike(plain, model)
+
+
+def test_a_buffer_that_becomes_another_kind_of_tensor_is_refused() -> None:
+    model = Counting()
+    model.mean = torch.zeros(())
+    with pytest.raises(BadRequest, match=r"the buffer 'mean': float32 of shape \(4,\) in place of .*\(\)"):
+        lowtide.in_arena(model, (torch.randn(3, 4),))

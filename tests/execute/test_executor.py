@@ -245,3 +245,17 @@ def test_an_op_that_cannot_be_called_is_named() -> None:
     update = Op(2, "lowtide.optimizer.step", (), (), (), (), (), phase=Phase.OPTIMIZER, module="optimizer")
     with pytest.raises(CannotRun, match=r"op 2 \(optimizer: lowtide.optimizer\) stands for something"):
         Executor(replace(graph, ops=(*graph.ops, update)), {"a": A})
+
+
+def test_a_part_of_a_tensor_that_is_written_by_offset_is_refused() -> None:
+    tensors = (
+        Tensor(0, 0, (2,), (1,), 2, "float32"),
+        Tensor(1, 1, (2,), (1,), 0, "float32"),
+        Tensor(2, 2, (2,), (1,), 2, "float32"),
+    )
+    args = (Ref(0), Ref(1), (2,), (1,), 1)
+    op = Op(0, "aten.as_strided_scatter.default", args, (), (2,), (0, 1), (2,))
+    values = tuple(Value(n, size, Role.BATCH, "abc"[n]) for n, size in enumerate((16, 8, 16)))
+    graph = Graph("beside", Origin.JOINT, "cpu", (op,), values, tensors, frozenset([2]))
+    with pytest.raises(CannotRun, match="may look at what lies beside the tensor"):
+        evaluate(graph, {"a": A, "b": A[:2]}, [2])

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import BadFile, MalformedGraph
 from lowtide.ir.assumptions import Finding, NoGradient
-from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol
+from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Signs, Symbol
 from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step, straight
 from lowtide.ir.validate import validate
 from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
@@ -112,6 +112,7 @@ def oddities() -> Graph:
     return validate(
         replace(
             graph,
+            tensors=(graph.tensors[0], replace(graph.tensors[1], signs=Signs.CONJUGATE)),
             ops=(first, graph.ops[1]),
             origin=Origin.EAGER,
             profiled_on="NVIDIA H200",
@@ -421,11 +422,16 @@ def test_every_missing_field_is_refused(document: Any, tmp_path: Path) -> None:
         (("graph", "values", 0, "bytes"), 8.0, "graph.values[0].bytes should be int, found 8.0"),
         (("graph", "values", 0, "bytes"), 2**63, f"graph.values[0].bytes does not fit in 64 bits: {2**63}"),
         (("graph", "values", 0, "role"), "weight", "graph.values[0].role is 'weight', not one of "),
-        (("graph", "tensors", 0), [0, [8], [1], 0], "graph.tensors[0] should have 5 fields, found 4"),
+        (("graph", "tensors", 0), [0, [8], [1], 0], "graph.tensors[0] should have 5 or 6 fields, found 4"),
         (
             ("graph", "tensors", 0),
-            [0, [8], [1], 0, "uint8", 0],
-            "graph.tensors[0] should have 5 fields, found 6",
+            [0, [8], [1], 0, "uint8", "conjugate", 0],
+            "graph.tensors[0] should have 5 or 6 fields, found 7",
+        ),
+        (
+            ("graph", "tensors", 0),
+            [0, [8], [1], 0, "uint8", "upside down"],
+            "graph.tensors[0][5] is 'upside down', not one of ",
         ),
         (("graph", "tensors", 0, 1), [9], "tensor 0 reaches 9 bytes into value 0 ('données ☃'), which has 8"),
         (("graph", "tensors", 0, 1), [10**30], "graph.tensors[0][1][0] does not fit in 64 bits: 1000"),

@@ -26,7 +26,7 @@ from lowtide.compat.patches import patched
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotCapture, LowtideError
 from lowtide.ir.assumptions import Assumption, Guess, NoGradient
-from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, StepName, gradient_name
+from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, StepName, assigned_name, gradient_name
 from lowtide.trace.fakes import Resident, Twins, faked, stage
 from lowtide.trace.graph_builder import GraphBuilder
 from lowtide.trace.guesses import Guesses
@@ -201,6 +201,8 @@ class _GraphRecorder(Recorder):
         self._eagerly = Eagerly(model, modules)
         self.guesses = Guesses(lambda: self.builder, self.shadows, self.sizes)
         self._leaves: list[Resident] = []  # what may get a gradient
+        self._model = model
+        self._buffers = dict(model.named_buffers())  # as they are before the step
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -308,11 +310,20 @@ class _GraphRecorder(Recorder):
             gradient = None if leaf.fake.grad is None else self.builder.value_of(leaf.fake.grad)
             if gradient is not None and self.builder.values[gradient].role is Role.INTERMEDIATE:
                 self.builder.set_role(gradient, Role.GRADIENT, gradient_name(leaf.name), leaf.module)
+        self._add_assigned_buffers()
         self.builder.notes.update(self.sections.notes)
         graph = self._held.in_graph(self.builder.finish(value for _, value in self.alive()))
         # On another path an output that got no gradient on this one may get one.
         found: tuple[Assumption, ...] = self.guesses.made or tuple(self.sections.found_gradientless())
         return replace(graph, assumptions=found)
+
+    def _add_assigned_buffers(self) -> None:
+        """What the step leaves in place of a buffer, where that is another tensor, is a result of it."""
+        for name, now in self._model.named_buffers():
+            before = self._buffers.get(name)
+            assigned = before is not None and now is not self.twins.known(before)
+            if assigned and self.builder.value_of(now) is not None:
+                self.builder.add_result(assigned_name(name), now)
 
 
 # Outputs ----------------------------------------------------------------------------------------------

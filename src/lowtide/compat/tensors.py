@@ -17,6 +17,7 @@ PRIVATE = (
     Private("torch._C._storage_Use_Count", "how many references the engine would find to a storage"),
     Private("torch._C._functorch.is_functorch_wrapped_tensor", "tells the tensors that torch.func makes"),
     Private("torch._C._functorch.get_unwrapped", "the tensor that one of torch.func's is made of"),
+    Private("torch._neg_view", "the same memory, looked at as its negative"),
     Private("torch.Tensor._version", "tells whether a buffer was written to"),
     Private("torch.Tensor._backward_hooks", "hooks that a dry run does not call"),
     Private("torch.Tensor._post_accumulate_grad_hooks", "hooks that a dry run does not call"),
@@ -65,6 +66,12 @@ def storage_key(tensor: torch.Tensor) -> int:
 def key_of_storage(storage: torch.UntypedStorage) -> int:
     """What `storage_key` says of the tensors that look at `storage`."""
     return int(storage._cdata)
+
+
+def with_signs(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
+    """The memory of `tensor`, looked at as the conjugates or the negatives of what lies there."""
+    looked_at = tensor.conj() if conjugate else tensor
+    return torch._neg_view(looked_at) if negative else looked_at
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from lowtide.execute.executor import Executor
 from lowtide.execute.identity import fingerprint
 from lowtide.execute.memory import Memory
 from lowtide.execute.out_variants import Moves
-from lowtide.ir.graph import Graph, StepName, gradient_name
+from lowtide.ir.graph import Graph, StepName, assigned_name, gradient_name
 from lowtide.ir.schedule import Schedule, straight
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.text.units import format_bytes
@@ -117,6 +117,31 @@ class ArenaReport:
         return "\n".join(lines)
 
 
+def _dtype_of_loss(graph: Graph) -> torch.dtype:
+    name = graph.tensors[dict(graph.results)[StepName.LOSS]].dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _assigned(graph: Graph, model: nn.Module) -> list[str]:
+    """The buffers that the step assigns another tensor to: it is copied to where they are."""
+    found = []
+    results = dict(graph.results)
+    for name, buffer in model.named_buffers():
+        number = results.get(assigned_name(name))
+        if number is None:
+            continue
+        tensor = graph.tensors[number]
+        if (tensor.shape, f"torch.{tensor.dtype}") != (tuple(buffer.shape), str(buffer.dtype)):
+            raise BadRequest(
+                f"the step makes another tensor of the buffer '{name}': {tensor.dtype} of shape "
+                f"{tensor.shape} in place of {buffer.dtype} of shape {tuple(buffer.shape)}. In an arena "
+                "every step is the same: give the buffer its final shape and type first."
+            )
+        found.append(name)
+    return found
+
+
 class ArenaStep:
     """A training step bound to a model and to memory. Calling it runs forward and backward."""
 
@@ -136,10 +161,11 @@ class ArenaStep:
         device = next(iter((*model.parameters(), *inputs.values()))).device
         if device.type == "meta":
             raise BadRequest("the model has no memory: it is on the meta device. Build it on cpu or cuda.")
-        if StepName.LOSS_GRADIENT in known:
-            given[StepName.LOSS_GRADIENT] = torch.ones((), device=device)
         if StepName.LOSS not in dict(graph.results):
             raise BadRequest("the model's output is not one number. Give a loss that makes one of it.")
+        if StepName.LOSS_GRADIENT in known:
+            given[StepName.LOSS_GRADIENT] = torch.ones((), dtype=_dtype_of_loss(graph), device=device)
+        self._assigned = _assigned(graph, model)
         self._known = known
         given |= self._owned()
         self.executor = Executor(graph, given, schedule=schedule, memory=memory, layout=layout)
@@ -164,6 +190,10 @@ class ArenaStep:
         results = self.executor.results
         for name, parameter in self.model.named_parameters():
             parameter.grad = results.get(gradient_name(name))
+        buffers = dict(self.model.named_buffers())
+        assigned = {name: results[assigned_name(name)].clone() for name in self._assigned}
+        for name, tensor in assigned.items():
+            buffers[name].copy_(tensor)
         return results[StepName.LOSS].clone()
 
     def record(self) -> None:

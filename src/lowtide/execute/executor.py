@@ -10,6 +10,7 @@ Whatever the memory, the same kernels see the same numbers, and leave the same b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from lowtide.arena.layout import Layout, lay_out
 from lowtide.errors import BadRequest, CannotRun
 from lowtide.execute.memory import Address, AddressSource, Direct, Memory, Naive, Pool, Static, Tally
 from lowtide.execute.out_variants import (
+    OFFSETS,
     Move,
     Moves,
     Writer,
@@ -30,10 +32,12 @@ from lowtide.execute.out_variants import (
     writer,
 )
 from lowtide.execute.residents import Residents
-from lowtide.ir.graph import Arg, Graph, Op, Ref, Symbol
+from lowtide.ir.graph import Arg, Graph, Op, Ref, Symbol, refs
 from lowtide.ir.recomputable import does_nothing
 from lowtide.ir.schedule import Compute, Free, Schedule, straight
 from lowtide.ir.simulate import simulate
+from lowtide.ir.strides import is_dense
+from lowtide.ir.validate import item_bytes
 
 Thunk = Callable[[], object]
 _NOT_IN_THE_GRAPH = ("lowtide.optimizer.step", "aten.lift_fresh.default")
@@ -257,6 +261,10 @@ class Executor:
 
     def _arguments(self, op: Op, skipped: frozenset[int]) -> tuple[list[Any], dict[str, Any]]:
         args = [self._real(arg, skipped) for arg in op.args]
+        position = OFFSETS.get(op.target)
+        if position is not None and len(args) > position and args[position] is not None:
+            (looked_at,) = refs(op.args[0])  # the offset is one in a value, and the value may begin elsewhere
+            args[position] += args[0].storage_offset() - self.graph.tensors[looked_at].offset
         return args, {name: self._real(arg, skipped) for name, arg in op.kwargs}
 
     def _real(self, arg: Arg, skipped: frozenset[int]) -> Any:
@@ -357,6 +365,19 @@ def _check_ops(graph: Graph) -> None:
                 f"op {op.id} ({op.label}) stands for something that is not in the graph. Plan the step "
                 "without an optimizer, and make constants buffers of the model."
             )
+        if op.target in OFFSETS and not _shows_all(graph, op.args[0]):
+            raise CannotRun(
+                f"op {op.id} ({op.label}) may look at what lies beside the tensor that it is given. Hand it "
+                "a tensor that is no part of a larger one: a clone."
+            )
+
+
+def _shows_all(graph: Graph, arg: Arg) -> bool:
+    """Whether a tensor has all the bytes of its value."""
+    (number,) = refs(arg)
+    tensor = graph.tensors[number]
+    whole = math.prod(tensor.shape) * item_bytes(tensor.dtype) == graph.values[tensor.value].bytes
+    return whole and is_dense(tensor.shape, tensor.stride)
 
 
 def _symbols(arg: Arg) -> Iterable[Symbol]:

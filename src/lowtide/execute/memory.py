@@ -19,8 +19,8 @@ import torch
 
 from lowtide.arena.buffers import Birth
 from lowtide.arena.layout import Layout
-from lowtide.compat.tensors import key_of_storage
-from lowtide.ir.graph import Tensor
+from lowtide.compat.tensors import key_of_storage, with_signs
+from lowtide.ir.graph import Signs, Tensor
 from lowtide.ir.validate import item_bytes
 
 _WASTEFUL = 2  # a block that is more than so many times too large is left for others
@@ -53,7 +53,9 @@ class Address:
         dtype: torch.dtype = getattr(torch, tensor.dtype)
         offset = self.offset_bytes // item_bytes(tensor.dtype) + tensor.offset
         empty = torch.empty(0, dtype=dtype, device=self.storage.device)
-        return empty.set_(self.storage, offset, tensor.shape, tensor.stride)
+        found = empty.set_(self.storage, offset, tensor.shape, tensor.stride)
+        conjugate = tensor.signs in (Signs.CONJUGATE, Signs.BOTH)
+        return with_signs(found, conjugate, negative=tensor.signs in (Signs.NEGATIVE, Signs.BOTH))
 
 
 @dataclass

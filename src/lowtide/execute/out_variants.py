@@ -31,6 +31,8 @@ Write = Callable[[Args, Kwargs, Outs], None]
 _RETURNED_AS_IT_LIKES = (
     "aten.cudnn_batch_norm.default",
 )  # how much it leaves for its backward, only it knows
+# Ops that are told where in their first argument's storage to look, and which argument tells them.
+OFFSETS: Mapping[str, int] = {"aten.as_strided_scatter.default": 4}
 _FACTORY_KEYWORDS = {"dtype", "layout", "device", "pin_memory", "memory_format"}
 
 
@@ -233,12 +235,27 @@ def _convolution(device: str, args: Args) -> Write | None:
     return write
 
 
+def _as_strided_scatter(device: str, args: Args) -> Write | None:
+    """The kernel would copy all of the storage that its argument is a part of: here, the arena."""
+
+    def write(args: Args, kwargs: Kwargs, outs: Outs) -> None:
+        whole, part, shape, stride, *offset = args
+        (out,) = outs
+        assert out is not None
+        start = offset[0] - whole.storage_offset() if offset and offset[0] is not None else 0
+        out.copy_(whole)
+        out.as_strided(shape, stride, out.storage_offset() + start).copy_(part)
+
+    return write
+
+
 _OTHER_DOORS: Mapping[str, Callable[[str, Args], Write | None]] = {
     "aten.relu.default": _relu,
     "aten.clone.default": _copy,
     "aten._to_copy.default": _copy,
     "aten.embedding.default": _embedding,
     "aten.convolution.default": _convolution,
+    "aten.as_strided_scatter.default": _as_strided_scatter,
     "aten.zeros.default": _filled(0),
     "aten.zeros_like.default": _filled(0),
     "aten.new_zeros.default": _filled(0),

@@ -276,4 +276,4 @@ class Growing:
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
-    return (tensor.value, tensor.shape, tensor.stride, tensor.offset, tensor.dtype)
+    return (tensor.value, tensor.shape, tensor.stride, tensor.offset, tensor.dtype, tensor.signs)

@@ -52,6 +52,15 @@ class Role(StrEnum):
     INTERMEDIATE = "intermediate"
 
 
+class Signs(StrEnum):
+    """What a tensor takes the numbers in its memory for. Complex tensors are conjugated by saying so."""
+
+    AS_THEY_ARE = "as they are"
+    CONJUGATE = "conjugate"
+    NEGATIVE = "negative"
+    BOTH = "conjugate negative"
+
+
 class StepName(StrEnum):
     """What a captured graph calls the things that a step has and a model has no name for."""
 
@@ -62,6 +71,11 @@ class StepName(StrEnum):
 def gradient_name(parameter: str) -> str:
     """What the gradient of a parameter is called, as a value and as a result."""
     return f"{parameter}.grad"
+
+
+def assigned_name(buffer: str) -> str:
+    """What the tensor that the step assigns to a buffer is called, as a result."""
+    return f"{buffer} after the step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +111,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A way to look at a value. Strides and offset count elements."""
+    """A way to look at a value. Strides and offset count elements.
+
+    `signs` say what the numbers that lie there are taken for: their conjugates, their negatives, or both.
+    """
 
     id: int
     value: int
@@ -105,6 +122,7 @@ class Tensor:
     stride: tuple[int, ...]
     offset: int
     dtype: str
+    signs: Signs = Signs.AS_THEY_ARE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TypeVar
 
 from lowtide.ir.assumptions import Assumption, Finding, Guess, NoGradient
-from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value
+from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Signs, Symbol, Tensor, Value
 from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step
 from lowtide.text.documents import SCHEMA, Json, Reader, Unexpected
 
@@ -44,12 +44,21 @@ def graph_to_json(graph: Graph) -> Json:
             }
             for value in graph.values
         ],
-        "tensors": [
-            [tensor.value, list(tensor.shape), list(tensor.stride), tensor.offset, tensor.dtype]
-            for tensor in graph.tensors
-        ],
+        "tensors": [_tensor_to_json(tensor) for tensor in graph.tensors],
         "ops": [_op_to_json(op) for op in graph.ops],
     }
+
+
+def _tensor_to_json(tensor: Tensor) -> Json:
+    """Few tensors have other signs than their memory, and only these say so."""
+    row: list[Json] = [
+        tensor.value,
+        list(tensor.shape),
+        list(tensor.stride),
+        tensor.offset,
+        tensor.dtype,
+    ]
+    return row if tensor.signs is Signs.AS_THEY_ARE else [*row, tensor.signs.value]
 
 
 def schedule_to_json(schedule: Schedule) -> Json:
@@ -146,10 +155,11 @@ def _value_from_json(position: int, entry: Reader) -> Value:
 
 def _tensor_from_json(position: int, entry: Reader) -> Tensor:
     fields = entry.many(lambda field: field)
-    if len(fields) != 5:
-        raise Unexpected(f"{entry.where} should have 5 fields, found {len(fields)}")
-    value, shape, stride, offset, dtype = fields
-    return Tensor(position, value.of(int), shape.ints(), stride.ints(), offset.of(int), dtype.of(str))
+    if len(fields) not in (5, 6):
+        raise Unexpected(f"{entry.where} should have 5 or 6 fields, found {len(fields)}")
+    value, shape, stride, offset, dtype = fields[:5]
+    signs = fields[5].choice(Signs) if len(fields) == 6 else Signs.AS_THEY_ARE
+    return Tensor(position, value.of(int), shape.ints(), stride.ints(), offset.of(int), dtype.of(str), signs)
 
 
 def _result_from_json(entry: Reader) -> tuple[str, int]:

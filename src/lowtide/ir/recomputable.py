@@ -47,7 +47,7 @@ def between_graphs(
 
 def does_nothing(op: Op) -> bool:
     """Whether `op` only stands for something else that needs its values: there is no kernel to be called."""
-    return op.target.startswith("lowtide.")
+    return op.target.startswith("lowtide.") and not op.creates
 
 
 def repeatable(graph: Graph) -> frozenset[int]:

@@ -15,7 +15,20 @@ import torch
 from lowtide.compat.dispatch import schema_of
 from lowtide.compat.tensors import key_of_storage, leaves, storage_key, tensors_in
 from lowtide.errors import CannotTrace
-from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Symbol, Tensor, Value, short_name
+from lowtide.ir.graph import (
+    Arg,
+    Graph,
+    Op,
+    Origin,
+    Phase,
+    Ref,
+    Role,
+    Signs,
+    Symbol,
+    Tensor,
+    Value,
+    short_name,
+)
 
 aten = torch.ops.aten
 
@@ -25,6 +38,13 @@ _SYMBOL_KINDS: tuple[tuple[type, str], ...] = (
     (torch.layout, "layout"),
     (torch.memory_format, "memory_format"),
 )
+
+_SIGNS: Mapping[tuple[bool, bool], Signs] = {
+    (False, False): Signs.AS_THEY_ARE,
+    (True, False): Signs.CONJUGATE,
+    (False, True): Signs.NEGATIVE,
+    (True, True): Signs.BOTH,
+}
 
 # Kernels that change an argument which their schema does not mark: position of the running statistics
 # and of the flag that says whether they are updated.
@@ -237,12 +257,14 @@ class GraphBuilder:
         if value is None:
             raise CannotTrace(f"a tensor of shape {tuple(tensor.shape)} has no known storage")
         dtype = symbol_text(tensor.dtype)
-        key = (value, tensor.shape, tensor.stride(), tensor.storage_offset(), dtype)
+        signs = _SIGNS[tensor.is_conj(), tensor.is_neg()]
+        key = (value, tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, signs)
         found = self._tensor_ids.get(key)
         if found is None:
             found = self._tensor_ids[key] = len(self.tensors)
             offset = int(tensor.storage_offset())
-            self.tensors.append(Tensor(found, value, tuple(tensor.shape), tensor.stride(), offset, dtype))
+            shape, stride = tuple(tensor.shape), tensor.stride()
+            self.tensors.append(Tensor(found, value, shape, stride, offset, dtype, signs))
         return found
 
     def _arg(self, arg: object) -> Arg:

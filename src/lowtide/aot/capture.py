@@ -33,7 +33,7 @@ from lowtide.trace.inputs import criteria, over, replaced
 from lowtide.trace.losses import tensors_of
 from lowtide.trace.recorder import Recorder, Spot
 from lowtide.trace.step import NOTHING_TO_TRAIN, Example, Loss, carried_loss, declared
-from lowtide.trace.user_lines import current_line, described, is_users, line_of
+from lowtide.trace.user_lines import current_line, line_read
 
 aten = torch.ops.aten
 _WRITES = (aten.copy_.default, aten.add_.Tensor)  # how captured graphs update buffers
@@ -332,13 +332,7 @@ def _explained() -> Iterator[None]:
     except LowtideError:
         raise
     except Exception as error:  # the model and the loss are the user's code and may raise anything
-        raise CannotCapture(f"the step fails at {_line(error)}: {_message(error)}") from error
-
-
-def _line(error: BaseException) -> str:
-    """Where in the user's code it went wrong. Dynamo reads the code instead of running it, and keeps note."""
-    stack = [frame for frame in getattr(error, "real_stack", None) or () if is_users(frame.filename)]
-    return described(stack[-1]) if stack else line_of(error)
+        raise CannotCapture(f"the step fails at {line_read(error)}: {_message(error)}") from error
 
 
 def _message(error: BaseException) -> str:

@@ -7,6 +7,7 @@ class.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo.convert_frame import compile_lock, input_codes
@@ -50,8 +51,10 @@ def forget_tracing() -> None:
         classes.cache_clear()
 
 
-def forget_compiled(backend: object) -> None:
+def forget_compiled(backend: object, options: object = None) -> None:
     """Have Dynamo drop what `backend` compiled, as it does where something that it guards dies.
+
+    With `options`, these very ones, what it compiled for them alone.
 
     What others have compiled stays. Code of which nothing else is compiled is as if it had never been met:
     Dynamo notes with it what is not worth another try.
@@ -59,7 +62,7 @@ def forget_compiled(backend: object) -> None:
     with compile_lock:
         for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
             entries = _debug_get_cache_entry_list(code)
-            of_backend = [each for each in entries if getattr(each.backend, "compiler_fn", None) is backend]
+            of_backend = [each for each in entries if _is_of(each.backend, backend, options)]
             for entry in of_backend:
                 state = entry.guard_manager.extra_state
                 cached_backends.pop(id(entry.backend), None)
@@ -67,3 +70,11 @@ def forget_compiled(backend: object) -> None:
                     state.invalidate(entry, DeletedGuardManagerWrapper("the plan was given up"))
             if len(of_backend) == len(entries):
                 reset_code(code)
+
+
+def _is_of(compiler: object, backend: object, options: object) -> bool:
+    """Whether `compiler`, which torch.compile made, calls `backend` with `options`."""
+    if getattr(compiler, "compiler_fn", None) is not backend:
+        return False
+    given: Mapping[str, object] = getattr(compiler, "kwargs", {})
+    return options is None or given.get("options") is options

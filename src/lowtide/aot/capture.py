@@ -24,8 +24,8 @@ from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import uncompiled
 from lowtide.compat.patches import patched
 from lowtide.cost.cuda_rules import cuda_rules
-from lowtide.errors import BadRequest, CannotCapture, LowtideError
-from lowtide.ir.assumptions import Assumption
+from lowtide.errors import BadRequest, CannotApply, CannotCapture, LowtideError
+from lowtide.ir.assumptions import Assumption, NoGradient
 from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, StepName, gradient_name
 from lowtide.trace.fakes import Resident, Twins, faked, stage
 from lowtide.trace.graph_builder import GraphBuilder
@@ -90,17 +90,28 @@ def capture_forward(
     name: str | None = None,
     assumptions: Collection[Assumption] = (),
     spares: Spares | None = None,
+    expected: Collection[Assumption] = (),
 ) -> Graph:
     """Like `capture`, with nothing but the model's forward handed to Dynamo, as when a plan is applied.
 
     What the model's own hooks do, and the loss, runs eagerly, and is written down as such. `assumptions`
     are those of a dry run of the same step. The graphs as they are taken apart are left in `spares`.
+
+    Which outputs get no gradient is found out by capturing the step, which is then captured anew. Those that
+    got none for other inputs are `expected` to get none: that saves the first time, where it is so.
     """
-    taken = tuple(assumptions)
-    graph = _capture(model, example, loss, device, name, _step_around_forward, taken, spares)
+    taken = tuple(dict.fromkeys((*assumptions, *(each for each in expected if isinstance(each, NoGradient)))))
+    captured = partial(_capture, model, example, loss, device, name, _step_around_forward)
+    try:
+        graph = captured(taken, spares)
+    except CannotApply:  # a gradient reached such an output
+        if not expected:
+            raise
+        taken = tuple(assumptions)
+        graph = captured(taken, spares)
     if graph.assumptions:  # what this capture found out
         taken = (*taken, *graph.assumptions)
-        graph = _capture(model, example, loss, device, name, _step_around_forward, taken, spares)
+        graph = captured(taken, spares)
     return replace(graph, assumptions=taken)
 
 

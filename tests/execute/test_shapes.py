@@ -175,5 +175,6 @@ def test_a_gradient_that_only_another_shape_gets_is_not_left_out() -> None:
             each.zero_grad()
             both_of_few(each(x)).backward()
         for parameter, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            assert parameter.grad is not None and wanted.grad is not None
+            assert parameter.grad is not None
+            assert wanted.grad is not None
             assert torch.equal(parameter.grad, wanted.grad)

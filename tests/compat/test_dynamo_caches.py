@@ -34,13 +34,15 @@ def test_what_was_compiled_is_compiled_anew_after_it_was_forgotten() -> None:
     assert backend.compiled == 2
 
 
-def test_nothing_is_dropped_while_something_compiled_is_running() -> None:
+def test_it_may_be_forgotten_while_it_is_running() -> None:
     """Garbage may be collected there, and with it a model that has a plan."""
     backend, callbacks = Backend(), list(gc.callbacks)
+    waiting: list[object] = []
 
     def collect() -> None:
         if is_time:
             forget_compiled(backend)
+            waiting.extend(set(gc.callbacks) - set(callbacks))
             gc.collect()
 
     uncompiled = torch.compiler.disable(collect)
@@ -53,12 +55,13 @@ def test_nothing_is_dropped_while_something_compiled_is_running() -> None:
     is_time = False
     compiled = torch.compile(twice, backend=backend)
     compiled(torch.ones(1))
-    before = backend.compiled
+    assert backend.compiled == 2  # graphs, around what is not compiled
     is_time = True
     assert torch.equal(compiled(torch.ones(1)), torch.ones(1).sin().sin())
-    assert backend.compiled == before
+    assert len(waiting) == 1
+    assert backend.compiled == 3  # the second graph is compiled anew
     is_time = False
     gc.collect()
     assert gc.callbacks == callbacks
     compiled(torch.ones(1))
-    assert backend.compiled == 2 * before
+    assert backend.compiled == 4

@@ -18,6 +18,7 @@ import transformers.integrations.moe as experts
 import transformers.masking_utils as masks
 import transformers.utils.import_utils as utilities
 from torch import nn
+from torch._dynamo import convert_frame
 from torch._subclasses import fake_impls
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
@@ -26,6 +27,7 @@ import lowtide
 from lowtide.aot import capture
 from lowtide.cli.quiet import undisturbed
 from lowtide.compat.composites import _taken_apart, as_they_run
+from lowtide.compat.dynamo_frames import Backends
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.loggers import FAKE_KERNELS
 from lowtide.compat.patches import Patch, active, patched
@@ -150,6 +152,10 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
     ),
     "compat/views": (lambda: views_as_they_run(viewed), ((fake_impls, "op_implementations_dict"),)),
     "cli/quiet": (undisturbed, ((KERNELS, "disabled"),)),
+    "compat/dynamo_frames": (
+        Backends(print).without_limit,
+        ((convert_frame, "exceeds_recompile_limit"),),
+    ),
     "compat/fake_kernels": (
         as_kernels_do,
         ((torch._meta_registrations, "_meta_grouped_mm_common"), (torch.utils, "swap_tensors")),

@@ -131,3 +131,50 @@ def test_the_budget_holds_for_every_length() -> None:
         weights = sum(4 * parameter.numel() for parameter in model.parameters())
         assert weights + tokens(length).nbytes + reading.growth_bytes <= plan.budget_bytes
         model.zero_grad()
+
+
+class TwoResults(nn.Module):
+    """A loss, and the scores that it was made of; what the backward begins at depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.layers(x)
+        return scores.square().mean(), scores
+
+
+def the_first(results: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return results[0]
+
+
+def both_of_few(results: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    loss, scores = results
+    return loss if len(scores) > 4 else loss + scores.sum()
+
+
+def test_another_shape_is_captured_once_where_the_first_showed_what_gets_no_gradient(
+    compiled: list[fx.GraphModule],
+) -> None:
+    model = lowtide.optimize(TwoResults(), (torch.randn(8, 8),), budget="1GiB", loss=the_first)
+    model(torch.randn(8, 8))[0].backward()
+    assert len(compiled) == 2  # with a gradient for the scores, and without
+    model.zero_grad()
+    model(torch.randn(6, 8))[0].backward()
+    assert len(compiled) == 3
+
+
+def test_a_gradient_that_only_another_shape_gets_is_not_left_out() -> None:
+    model, plain = TwoResults(), TwoResults()
+    lowtide.optimize(model, (torch.randn(8, 8),), budget="1GiB", loss=both_of_few)
+    for rows in (8, 3, 8):
+        x = torch.randn(rows, 8)
+        for each in (model, plain):
+            each.zero_grad()
+            both_of_few(each(x)).backward()
+        for parameter, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert wanted.grad is not None
+            assert torch.equal(parameter.grad, wanted.grad)

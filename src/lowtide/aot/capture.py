@@ -24,7 +24,7 @@ from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import uncompiled
 from lowtide.compat.patches import patched
 from lowtide.cost.cuda_rules import cuda_rules
-from lowtide.errors import BadRequest, CannotCapture, LowtideError
+from lowtide.errors import BadRequest, CannotApply, CannotCapture, LowtideError
 from lowtide.ir.assumptions import Assumption, Guess, NoGradient
 from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, StepName, assigned_name, gradient_name
 from lowtide.trace.fakes import Resident, Twins, faked, stage
@@ -35,7 +35,7 @@ from lowtide.trace.losses import tensors_of
 from lowtide.trace.outside_numbers import outside_draws
 from lowtide.trace.recorder import Recorder, Spot
 from lowtide.trace.step import NOTHING_TO_TRAIN, Example, Loss, carried_loss, declared
-from lowtide.trace.user_lines import current_line, described, is_users, line_of
+from lowtide.trace.user_lines import current_line, line_read
 
 aten = torch.ops.aten
 _WRITES = (aten.copy_.default, aten.add_.Tensor)  # how captured graphs update buffers
@@ -96,17 +96,28 @@ def capture_forward(
     name: str | None = None,
     assumptions: Collection[Assumption] = (),
     spares: Spares | None = None,
+    expected: Collection[Assumption] = (),
 ) -> Graph:
     """Like `capture`, with nothing but the model's forward handed to Dynamo, as when a plan is applied.
 
     What the model's own hooks do, and the loss, runs eagerly, and is written down as such. `assumptions`
     are those of a dry run of the same step. The graphs as they are taken apart are left in `spares`.
+
+    Which outputs get no gradient is found out by capturing the step, which is then captured anew. Those that
+    got none for other inputs are `expected` to get none: that saves the first time, where it is so.
     """
-    taken = tuple(assumptions)
-    graph = _capture(model, example, loss, device, name, _step_around_forward, taken, spares)
+    taken = tuple(dict.fromkeys((*assumptions, *(each for each in expected if isinstance(each, NoGradient)))))
+    captured = partial(_capture, model, example, loss, device, name, _step_around_forward)
+    try:
+        graph = captured(taken, spares)
+    except CannotApply:  # a gradient reached such an output
+        if not expected:
+            raise
+        taken = tuple(assumptions)
+        graph = captured(taken, spares)
     if any(isinstance(found, NoGradient) for found in graph.assumptions):
         taken = (*taken, *graph.assumptions)
-        graph = _capture(model, example, loss, device, name, _step_around_forward, taken, spares)
+        graph = captured(taken, spares)
     return replace(graph, assumptions=tuple(dict.fromkeys((*taken, *graph.assumptions))))
 
 
@@ -356,13 +367,7 @@ def _explained() -> Iterator[None]:
     except LowtideError:
         raise
     except Exception as error:  # the model and the loss are the user's code and may raise anything
-        raise CannotCapture(f"the step fails at {_line(error)}: {_message(error)}") from error
-
-
-def _line(error: BaseException) -> str:
-    """Where in the user's code it went wrong. Dynamo reads the code instead of running it, and keeps note."""
-    stack = [frame for frame in getattr(error, "real_stack", None) or () if is_users(frame.filename)]
-    return described(stack[-1]) if stack else line_of(error)
+        raise CannotCapture(f"the step fails at {line_read(error)}: {_message(error)}") from error
 
 
 def _message(error: BaseException) -> str:

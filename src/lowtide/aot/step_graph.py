@@ -8,6 +8,7 @@ optimizer   its states are there too, and its temporaries come after the backwar
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from lowtide.aot.capture import capture_forward
@@ -15,6 +16,7 @@ from lowtide.aot.graph_backend import Spares
 from lowtide.aot.tangents import with_held_tangents
 from lowtide.cost.price import with_costs
 from lowtide.errors import BadRequest
+from lowtide.ir.assumptions import Assumption
 from lowtide.ir.graph import Graph, Phase, Role, Value
 from lowtide.ir.recomputable import between_graphs
 from lowtide.ir.schedule import straight
@@ -23,9 +25,11 @@ from lowtide.trace.dry_run import Trace
 from lowtide.trace.spec import StepSpec
 
 
-def step_graph(spec: StepSpec, plain: Trace, spares: Spares | None = None) -> Graph:
+def step_graph(
+    spec: StepSpec, plain: Trace, spares: Spares | None = None, expected: Collection[Assumption] = ()
+) -> Graph:
     """The graph of one step. `plain` is a dry run of it, from which the optimizer's part is taken.
-    The graphs as they are taken apart are left in `spares`.
+    The graphs as they are taken apart are left in `spares`. What is `expected` is tried first.
 
     Raises:
         CannotCapture: the model cannot be captured.
@@ -40,6 +44,7 @@ def step_graph(spec: StepSpec, plain: Trace, spares: Spares | None = None) -> Gr
         name=spec.name,
         assumptions=plain.graph.assumptions,
         spares=spares,
+        expected=expected,
     )
     graph = with_held_tangents(with_costs(captured, spec.progress) if spec.profile else captured)
     if spec.accumulate > 1:

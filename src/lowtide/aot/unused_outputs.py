@@ -38,6 +38,7 @@ def cut_off(
     module: fx.GraphModule, outputs: Sequence[int], compile_: Callable[[], Callable[..., Any]]
 ) -> Callable[..., Any]:
     """What `compile_` makes of `module`, with `outputs` cut off from the graph."""
+    outputs = [each for each in outputs if each in differentiable_outputs(module)]
     if not outputs:
         return compile_()
     graph = module.graph

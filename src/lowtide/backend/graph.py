@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,12 @@ from lowtide.aot.draw import Drawn, drawn
 from lowtide.aot.mark import Mark
 from lowtide.aot.planned_graph import PlannedGraph
 from lowtide.backend.observe import storages_of
-from lowtide.backend.solve import planned_alone
+from lowtide.backend.settled import settled
+from lowtide.backend.solve import planned_alone, without_others
 from lowtide.compat.dynamo import take_a_list
 from lowtide.cost.price import with_costs
 from lowtide.errors import BadRequest
+from lowtide.solvers.solution import GraphSolution
 
 if TYPE_CHECKING:
     from lowtide.backend.step import CompiledStep
@@ -31,12 +34,20 @@ class StepGraph(PlannedGraph):
         self._step = step
         self._drawn: Drawn | None = None
         self._alone: SectionCode | None = None
+        self._by_itself: GraphSolution | None = None
 
     @property
     def drawn(self) -> Drawn:
         """The graph by itself, and what comes and goes."""
         assert self._drawn is not None, "AOTAutograd partitions, then compiles, then runs"
         return self._drawn
+
+    @cached_property
+    def settled(self) -> Drawn:
+        """The same where it runs by the schedule of its own."""
+        assert self._by_itself is not None, "planned alone when it was compiled"
+        graph = without_others(self._by_itself.graph)
+        return settled(replace(self.drawn, graph=graph), self._by_itself.schedule)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
         """Cut the joint graph in two, and plan it alone, as low as possible."""
@@ -51,6 +62,7 @@ class StepGraph(PlannedGraph):
             found = replace(found, graph=with_costs(found.graph))
         self._drawn = found
         first = planned_alone(found.graph, self._step.request)
+        self._by_itself = first
         self._alone = emit(self.halves, first.graph, first.schedule, 0)
         return halves
 
@@ -64,7 +76,8 @@ class StepGraph(PlannedGraph):
     def run_forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         mark = self._step.next_mark(self)
         if mark is not None:
-            return self.code(mark).forward.forward(args), mark.write()
+            results = self.code(mark).forward.forward(args)
+            return results, self._step.follow(self, mark)
         assert self._alone is not None, "planned alone when it was compiled"
         given = storages_of(args)
         results = self._alone.forward.forward(args)
@@ -72,18 +85,17 @@ class StepGraph(PlannedGraph):
         return results, self._step.watch(self, given, made)
 
     def run_backward(self, mark: Mark, args: list[Any]) -> Any:
-        if mark.plan is not None:
+        run = self._step.done(self, mark)
+        if run is None or mark.plan is not None:
             return super().run_backward(mark, args)
-        run = self._step.watched_run(self, mark)
         tangents = storages_of(args[len(args) - len(self.halves.tangents) :])
         gradients = super().run_backward(mark, args)
-        if run is not None:
-            self._step.watch_backward(run, tangents, storages_of(gradients))
+        self._step.watch_backward(run, tangents, storages_of(gradients))
         return gradients
 
     def code(self, mark: Mark) -> SectionCode:
         """The code for a section of a plan, or, while it is watched, for the graph alone."""
         if mark.plan is not None:
-            return self._step.plans[mark.plan].sections[mark.section]
+            return self._step.code(mark)
         assert self._alone is not None, "planned alone when it was compiled"
         return self._alone

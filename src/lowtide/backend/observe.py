@@ -16,7 +16,7 @@ import torch
 from lowtide.aot.draw import Drawn
 from lowtide.aot.join import Place, joined
 from lowtide.compat.tensors import StorageWeakRef
-from lowtide.ir.graph import Graph
+from lowtide.ir.graph import Graph, Role
 
 Storages = list[StorageWeakRef | None]  # None where there is no tensor
 
@@ -31,6 +31,16 @@ class Run:
     tangents: Storages = field(default_factory=list)
     gradients: Storages = field(default_factory=list)
     gone: frozenset[int] = frozenset()  # the values that nobody held when the backward was over
+
+    @property
+    def parameters(self) -> dict[StorageWeakRef, int]:
+        """The parameters that it was given, as far as Dynamo says so, and their bytes."""
+        values = self.drawn.graph.values
+        return {
+            storage: values[value].bytes
+            for storage, value in zip(self.given, self.drawn.given, strict=True)
+            if storage is not None and value is not None and values[value].role is Role.PARAMETER
+        }
 
     def look(self) -> None:
         """The backward is over: see what is gone."""

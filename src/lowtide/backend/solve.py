@@ -21,6 +21,8 @@ from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
 from lowtide.text.budget import LOWEST
 
+_OTHERS = "lowtide.other_graphs"
+
 
 def planned_alone(graph: Graph, request: Request) -> GraphSolution:
     """A schedule of one graph for a step in which others run that are not known yet.
@@ -37,7 +39,7 @@ def planned_alone(graph: Graph, request: Request) -> GraphSolution:
         raise InfeasibleBudget(lowest.method, budget_bytes, lowest.peak_bytes, needed_by, SINGLE_OPS)
     # Other graphs will need about as much while this one waits, and what it keeps is there beside that.
     sparing = solved_by_all(_with_others_between(graph, lowest.timeline.growth_bytes), sparingly)
-    alone = simulate(_with_others_between(graph, 0), sparing.schedule).peak_bytes
+    alone = simulate(without_others(sparing.graph), sparing.schedule).peak_bytes
     return lowest if budget_bytes is not None and alone > budget_bytes else sparing
 
 
@@ -51,27 +53,39 @@ def solved_by_all(graph: Graph, request: Request) -> GraphSolution:
     return solution
 
 
-def with_others(graph: Graph) -> Graph:
+def with_others(graph: Graph, elsewhere_bytes: int = 0) -> Graph:
     """With everything else that is allocated on CUDA when a step begins: states of the optimizer, say.
 
-    Elsewhere that is not known, but for the buckets of a DistributedDataParallel that is running. Its ranks
-    share a plan, so what counts is the one that holds most.
+    On the CPU that is not known, but for the parameters that other graphs were given (`elsewhere_bytes`), and
+    the buckets of a DistributedDataParallel that is running. Its ranks share a plan, so what counts is the
+    one that holds most.
     """
     wrapper = active_wrapper()
     if not graph.device.startswith("cuda"):
+        graph = _with(graph, elsewhere_bytes, "parameters of other graphs") if elsewhere_bytes else graph
         return graph if wrapper is None else with_buckets(graph, wrapper.module)
     known = sum(graph.counted_bytes(value) for value in graph.resident)
     others = max(0, torch.cuda.memory_allocated(graph.device) - known)
     if wrapper is not None:
         others = largest(others, TIMEOUT_SECONDS)
-    value = Value(len(graph.values), others, Role.OPTIMIZER_STATE, "other tensors", device=graph.device)
+    return _with(graph, others, "other tensors")
+
+
+def _with(graph: Graph, others_bytes: int, name: str) -> Graph:
+    value = Value(len(graph.values), others_bytes, Role.OPTIMIZER_STATE, name, device=graph.device)
     return replace(graph, values=(*graph.values, value))
+
+
+def without_others(graph: Graph) -> Graph:
+    """`graph` where nothing else takes memory between its forward and its backward; its schedules stay."""
+    ops = (replace(op, workspace_bytes=0) if op.target == _OTHERS else op for op in graph.ops)
+    return replace(graph, ops=tuple(ops))
 
 
 def _with_others_between(graph: Graph, others_bytes: int) -> Graph:
     """`graph` with an op between its forward and its backward that takes `others_bytes` while it runs."""
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
-    others = between_graphs("lowtide.other_graphs", Phase.FORWARD, workspace_bytes=others_bytes)
+    others = between_graphs(_OTHERS, Phase.FORWARD, workspace_bytes=others_bytes)
     ops = (*forward, others, *graph.ops[len(forward) :])
     return replace(graph, ops=tuple(replace(op, id=position) for position, op in enumerate(ops)))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,98 +21,226 @@ from lowtide.compat.autograd import after_backward
 from lowtide.compat.ddp import let_go_of_old_buckets
 from lowtide.compat.dynamo_caches import forget_tracing
 from lowtide.compat.tensors import StorageWeakRef
+from lowtide.ir.graph import Graph
+from lowtide.ir.schedule import straight
+from lowtide.ir.simulate import simulate
 from lowtide.solvers.solution import GraphSolution
+from lowtide.text.units import format_bytes
 
 
 @dataclass(kw_only=True)
-class WatchedRun(Run):
-    """One run of one graph in a step that is watched. Its mark is there as long as its backward may come."""
+class StepRun:
+    """One run of one graph in a step. Its mark is there as long as its backward may come."""
 
     graph: StepGraph
     mark: StorageWeakRef
+    watched: Run | None = None  # None where it follows the plan of a step
     waiting: bool = True  # for its backward
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether its backward is still to come, as far as anybody knows."""
+        return self.waiting and not self.mark.expired()
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A schedule for the graphs that run in one kind of step, and the code for each."""
+    """A schedule for the graphs that run in one kind of step, and the code for each that follows it.
+
+    The first ones, as many as are `shared` with other kinds of steps, have none: they run by schedules of
+    their own, for when they run nobody knows yet which kind of step it is.
+    """
+
+    number: int
+    shared: int
+    solution: GraphSolution
+    sections: tuple[SectionCode | None, ...]
+
+
+@dataclass
+class Path:
+    """A kind of step: the graphs that run in it, in their order, and its plan once there is one."""
 
     graphs: tuple[StepGraph, ...]
-    solution: GraphSolution
-    sections: tuple[SectionCode, ...]
+    shared: int = 0  # so many of its first graphs run in another kind of step as well
+    plan: StepPlan | None = None
+
+    def begins_with(self, graphs: Sequence[StepGraph]) -> bool:
+        """Whether these are its first graphs."""
+        return _in_common(self.graphs, graphs) == len(graphs)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it has a plan, made since another kind of step was found to begin like it."""
+        return self.plan is not None and self.plan.shared == self.shared
 
 
 class CompiledStep:
     """The graphs of one `torch.compile`, and the schedules that they follow.
 
-    A new step begins when a forward runs and no graph waits for its backward, or when the graphs of a plan
-    have all run.
+    A new step begins when a forward runs and no graph waits for its backward, or when all graphs of a kind
+    of step have run. Each kind is watched once, and once more when another is met that begins like it.
     """
 
     def __init__(self, options: Mapping[str, Any] | None) -> None:
         self.options = options
-        self.request = Request.read(options)
-        self.plans: list[StepPlan] = []
-        self.watched: list[WatchedRun] = []
-        self._following: StepPlan | None = None
-        self._next = 0
+        Request.read(options)
+        self.paths: list[Path] = []
+        self._plans: list[StepPlan] = []  # by number: a forward may still wait that followed an old one
+        self._runs: list[StepRun] = []  # of the step that goes on
+        self._has_told = False  # of a first step that held too much
+        self._parameters: dict[StorageWeakRef, int] = {}  # of all graphs that were watched, and their bytes
+
+    @property
+    def request(self) -> Request:
+        """What the options ask for now: a budget that could not be kept may have been raised."""
+        return Request.read(self.options)
+
+    @property
+    def solutions(self) -> tuple[GraphSolution, ...]:
+        """The plans that are followed."""
+        return tuple(path.plan.solution for path in self.paths if path.plan is not None)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs."""
         return StepGraph(self).compile(module, inputs)
 
     def next_mark(self, graph: StepGraph) -> Mark | None:
-        """Which plan `graph` is to follow now, and as which of its sections; None: it is to be watched."""
-        if self._following is not None and self._next == len(self._following.graphs):
-            self._following = None
-        if self._following is None:
-            self._plan_what_was_watched()
-            self._following = next((plan for plan in self.plans if plan.graphs[0] is graph), None)
-            self._next = 0
-        if self._following is None:
+        """Which plan `graph` is to follow now, as which of its sections; None: its own, and is watched."""
+        if self._is_over():
+            self._begin()
+        path = self._path([*self._ran, graph])
+        if path is None or path.plan is None or not path.is_planned:
             return None
-        if self._following.graphs[self._next] is not graph:  # another kind of step
-            self._following = None
-            return None
-        self._next += 1
-        return Mark(self.plans.index(self._following), self._next - 1)
+        section = len(self._runs)
+        return None if path.plan.sections[section] is None else Mark(path.plan.number, section)
+
+    def code(self, mark: Mark) -> SectionCode:
+        """The code that a run with this mark follows, which is of a plan."""
+        assert mark.plan is not None, "a graph has its own code where it follows no plan"
+        code = self._plans[mark.plan].sections[mark.section]
+        assert code is not None, "only a section with code is marked"
+        return code
+
+    def follow(self, graph: StepGraph, mark: Mark) -> torch.Tensor:
+        """`graph` runs by a plan now. Returns its mark, written."""
+        return self._enter(graph, mark, None)
 
     def watch(self, graph: StepGraph, given: Storages, made: Storages) -> torch.Tensor:
         """A forward that follows no plan is over. Returns its mark, written."""
-        mark = Mark(None, len(self.watched)).write()
-        reference = StorageWeakRef(mark.untyped_storage())
-        self.watched.append(
-            WatchedRun(drawn=graph.drawn, given=given, made=made, graph=graph, mark=reference)
-        )
-        return mark
+        watched = Run(drawn=graph.drawn, given=given, made=made)
+        self._parameters |= watched.parameters
+        return self._enter(graph, Mark(None, len(self._runs)), watched)
 
-    def watched_run(self, graph: StepGraph, mark: Mark) -> WatchedRun | None:
-        """The run of `graph` with this mark; None if its step has been planned without it."""
-        run = self.watched[mark.section] if mark.section < len(self.watched) else None
-        return run if run is not None and run.graph is graph else None
+    def done(self, graph: StepGraph, mark: Mark) -> Run | None:
+        """A backward of `graph` runs. Returns what is watched of it; None if its step is over."""
+        run = self._runs[mark.section] if mark.section < len(self._runs) else None
+        if run is None or run.graph is not graph:
+            return None
+        run.waiting = False
+        return run.watched
 
-    def watch_backward(self, run: WatchedRun, tangents: Storages, gradients: Storages) -> None:
+    def watch_backward(self, run: Run, tangents: Storages, gradients: Storages) -> None:
         """The backward of a forward that followed no plan is over."""
-        run.tangents, run.gradients, run.waiting = tangents, gradients, False
+        run.tangents, run.gradients = tangents, gradients
         after_backward(self.look)
 
     def look(self) -> None:
         """A backward is over: see what is held by others than autograd."""
-        for run in self.watched:
-            if not run.waiting:
-                run.look()
+        for run in self._runs:
+            if run.watched is not None and not run.waiting:
+                run.watched.look()
 
-    def _plan_what_was_watched(self) -> None:
+    def _enter(self, graph: StepGraph, mark: Mark, watched: Run | None) -> torch.Tensor:
+        written = mark.write()
+        reference = StorageWeakRef(written.untyped_storage())
+        self._runs.append(StepRun(graph=graph, mark=reference, watched=watched))
+        return written
+
+    @property
+    def _ran(self) -> tuple[StepGraph, ...]:
+        return tuple(run.graph for run in self._runs)
+
+    def _path(self, graphs: Sequence[StepGraph]) -> Path | None:
+        """The only kind of step that begins with these graphs."""
+        found = [path for path in self.paths if path.begins_with(graphs)]
+        return found[0] if len(found) == 1 else None
+
+    def _is_over(self) -> bool:
+        if not any(run.may_go_on for run in self._runs):
+            return True
+        path = self._path(self._ran)
+        return path is not None and path.is_planned and len(path.graphs) == len(self._runs)
+
+    def _begin(self) -> None:
+        """A step begins: plan for the one before, if there is anything to plan."""
         let_go_of_old_buckets()
         forget_tracing()
-        if any(run.waiting and not run.mark.expired() for run in self.watched):
+        runs = self._runs
+        if all(run.waiting for run in runs):  # there was no backward
+            self._runs = []
             return
-        runs, self.watched = [run for run in self.watched if not run.waiting], []
-        if not runs:
-            return
-        whole = with_held_tangents(with_others(joined_runs(runs)))
+        path = self._path_of(tuple(run.graph for run in runs))
+        if not path.is_planned and all(run.watched is not None for run in runs):
+            path.plan = self._planned(path, runs)
+            self._plans.append(path.plan)
+        self._runs = []  # not before: what could not be planned is planned again when the budget is raised
+
+    def _path_of(self, graphs: tuple[StepGraph, ...]) -> Path:
+        """The kind of step in which these graphs run, which may have been met now for the first time."""
+        for path in self.paths:
+            if path.graphs == graphs:
+                return path
+        made = Path(graphs)
+        for path in self.paths:
+            shared = _in_common(path.graphs, graphs)
+            path.shared, made.shared = max(path.shared, shared), max(made.shared, shared)
+        self.paths.append(made)
+        return made
+
+    def _planned(self, path: Path, runs: Sequence[StepRun]) -> StepPlan:
+        """A plan for a step that was watched. Graphs that had no backward in it run as they are."""
+        watched = {at: run.watched for at, run in enumerate(runs) if run.watched and not run.waiting}
+        alone = {at: replace(run, drawn=runs[at].graph.settled) for at, run in watched.items()}
+        parts = [alone[at] if at < path.shared else run for at, run in watched.items()]
+        whole = self._with_others(parts)
         solution = solved_by_all(whole, self.request)
-        sections = tuple(
-            emit(run.graph.halves, whole, solution.schedule, section) for section, run in enumerate(runs)
+        codes = {
+            at: emit(runs[at].graph.halves, whole, solution.schedule, section)
+            for section, at in enumerate(watched)
+            if at >= path.shared
+        }
+        first = self._with_others(list(alone.values()))
+        self._tell_of_first(simulate(first, straight(first)).peak_bytes)
+        sections = tuple(codes.get(at) for at in range(len(runs)))
+        return StepPlan(len(self._plans), path.shared, solution, sections)
+
+    def _with_others(self, runs: Sequence[Run]) -> Graph:
+        """The graph of a step with these runs, and what is there besides."""
+        given = {storage for run in runs for storage in run.given}
+        others = (size for each, size in self._parameters.items() if each not in given and not each.expired())
+        return with_held_tangents(with_others(joined_runs(runs), sum(others)))
+
+    def _tell_of_first(self, peak_bytes: int) -> None:
+        """Say where a step that was watched may have held more than the budget."""
+        budget_bytes = self.request.budget_bytes
+        if budget_bytes is None or peak_bytes <= budget_bytes or self._has_told:
+            return
+        self._has_told = True
+        warnings.warn(
+            "lowtide: in the first step of a kind each of its graphs keeps as little as it can by itself, "
+            "for the others are not known yet. So that step may have held up to "
+            f"{format_bytes(peak_bytes)}, more than the budget of {format_bytes(budget_bytes)}. All others "
+            "like it are within the budget.",
+            stacklevel=2,
         )
-        self.plans.append(StepPlan(tuple(run.graph for run in runs), solution, sections))
+
+
+def _in_common(some: Sequence[StepGraph], others: Sequence[StepGraph]) -> int:
+    """How many graphs both begin with."""
+    found = 0
+    for one, other in zip(some, others, strict=False):
+        if one is not other:
+            break
+        found += 1
+    return found

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Iterator
-from types import FrameType
+import weakref
+from collections.abc import Iterator, Mapping
+from types import CodeType, FrameType
 from typing import Any
 
 import torch._dynamo.convert_frame
@@ -58,46 +59,75 @@ def forget_tracing() -> None:
         classes.cache_clear()
 
 
-def forget_compiled(backend: object) -> None:
+def forget_compiled(backend: object, options: object = None) -> None:
     """Have Dynamo drop what `backend` compiled, as it does where something that it guards dies.
+
+    With `options`, these very ones, what it compiled for them alone.
 
     What others have compiled stays. Code of which nothing else is compiled is as if it had never been met:
     Dynamo notes with it what is not worth another try.
-
-    A model may be collected as garbage at any moment, also while Dynamo looks at the very frames that were
-    compiled for it, and holds pointers to what is dropped here. Then it is dropped after the next garbage
-    collection that finds no thread inside of Dynamo.
     """
-    _given_up.add(backend)
+    with compile_lock:
+        for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
+            entries = _debug_get_cache_entry_list(code)
+            of_backend = [each for each in entries if _is_of(each.backend, backend, options)]
+            for entry in of_backend:
+                state = entry.guard_manager.extra_state
+                cached_backends.pop(id(entry.backend), None)
+                if state is not None:
+                    state.invalidate(entry, DeletedGuardManagerWrapper("the plan was given up"))
+            if len(of_backend) == len(entries):
+                _unused.add(code)
+    _unused.reset()
 
 
-class _GivenUp:
-    """Backends of which nothing is needed any longer."""
+def _is_of(compiler: object, backend: object, options: object) -> bool:
+    """Whether `compiler`, which torch.compile made, calls `backend` with `options`."""
+    if getattr(compiler, "compiler_fn", None) is not backend:
+        return False
+    given: Mapping[str, object] = getattr(compiler, "kwargs", {})
+    return options is None or given.get("options") is options
+
+
+class _Unused:
+    """Code of which nothing is compiled any longer, until what Dynamo notes with it is dropped.
+
+    A model may be given up at any moment, also in a garbage collection while Dynamo looks at the very frames
+    that were compiled for it, and at what it has noted with their code. Then code waits for a collection that
+    finds no thread inside of Dynamo.
+    """
 
     def __init__(self) -> None:
-        self._waiting: list[object] = []
+        self._waiting: list[weakref.ref[CodeType]] = []
 
-    def add(self, backend: object) -> None:
-        self._waiting.append(backend)
-        self._drop()
-        if self._waiting and self._after_collection not in gc.callbacks:
-            gc.callbacks.append(self._after_collection)
+    def add(self, code: CodeType) -> None:
+        self._waiting.append(weakref.ref(code))
+
+    def reset(self) -> None:
+        """Drop what is noted with the code, now or later."""
+        has_hook = self._after_collection in gc.callbacks
+        if self._waiting and _is_running():
+            if not has_hook:
+                gc.callbacks.append(self._after_collection)
+            return
+        while self._waiting:
+            code = self._waiting.pop()()
+            if code is not None and not any(map(_is_valid, _debug_get_cache_entry_list(code))):
+                reset_code(code)
+        if has_hook:
+            gc.callbacks.remove(self._after_collection)
 
     def _after_collection(self, phase: str, _: Any) -> None:
         if phase == "stop":
-            self._drop()
-
-    def _drop(self) -> None:
-        if _is_running():
-            return
-        while self._waiting:
-            _drop_compiled(self._waiting.pop())
-        if self._after_collection in gc.callbacks:
-            gc.callbacks.remove(self._after_collection)
+            self.reset()
 
 
-_given_up = _GivenUp()
+_unused = _Unused()
 _DYNAMO = (torch._dynamo.eval_frame.__file__, torch._dynamo.convert_frame.__file__)
+
+
+def _is_valid(entry: Any) -> bool:
+    return not isinstance(entry.guard_manager, DeletedGuardManagerWrapper)
 
 
 def _is_running() -> bool:
@@ -111,17 +141,3 @@ def _frames() -> Iterator[FrameType]:
         while frame is not None:
             yield frame
             frame = frame.f_back
-
-
-def _drop_compiled(backend: object) -> None:
-    with compile_lock:
-        for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
-            entries = _debug_get_cache_entry_list(code)
-            of_backend = [each for each in entries if getattr(each.backend, "compiler_fn", None) is backend]
-            for entry in of_backend:
-                state = entry.guard_manager.extra_state
-                cached_backends.pop(id(entry.backend), None)
-                if state is not None:
-                    state.invalidate(entry, DeletedGuardManagerWrapper("the plan was given up"))
-            if len(of_backend) == len(entries):
-                reset_code(code)

@@ -18,6 +18,7 @@ from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, PlanDisagrees
 from lowtide.execute.apply import remove
 from lowtide.execute.ops_forward import Model, reroute
+from lowtide.ir.assumptions import Assumption
 from lowtide.planner.ladder import AnySolution, Ladder
 from lowtide.planner.layers import Rehearsal, granularity_named
 from lowtide.planner.verify import tried
@@ -232,14 +233,18 @@ class _OpsAnew:
     to_verify: bool  # the next plan that is made
     has_told: bool = False  # that there is none
     spares: Spares = field(default_factory=Spares)
+    expected: tuple[Assumption, ...] = ()  # of the next graph, which the last one was found to follow
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnySolution:
-        ladder = Ladder(self.spec_of(model, Arguments(args, kwargs)), self.method, self.spares)
+        spec = self.spec_of(model, Arguments(args, kwargs))
+        ladder = Ladder(spec, self.method, self.spares, self.expected)
         self.budget = ladder.step.settled(self.budget)
         found = ladder.step.within(self.method, self.budget) if self.insists else ladder.within(self.budget)
         if self.to_verify:
             _tried_or_taken_off(ladder.spec, found, ladder.step.plain)
             self.to_verify = False
+        if isinstance(found, GraphSolution):
+            self.expected = found.graph.assumptions
         learn_of_loss(ladder.spec, ladder.step.plain)
         if not self.has_told:
             _tell(found.remark, stacklevel=4)

@@ -17,6 +17,7 @@ from typing import TypeAlias
 from lowtide.aot.graph_backend import Spares
 from lowtide.chain.cuts import Granularity
 from lowtide.errors import BadRequest, CannotTrace, InfeasibleBudget, LowtideError
+from lowtide.ir.assumptions import Assumption
 from lowtide.planner.layers import Rehearsal
 from lowtide.planner.ops import StepBudget
 from lowtide.solvers.method import Scheduler
@@ -39,11 +40,12 @@ class Ladder:
     spec: StepSpec
     method: str | Scheduler  # which plans ops
     spares: Spares | None = None
+    assumed: tuple[Assumption, ...] = ()  # of its graph, as other inputs have shown
 
     @cached_property
     def step(self) -> StepBudget:
         """The step, op by op."""
-        return StepBudget(self.spec, self.spares)
+        return StepBudget(self.spec, self.spares, self.assumed)
 
     @cached_property
     def rehearsal(self) -> Rehearsal:

@@ -17,6 +17,7 @@ from lowtide.errors import InfeasibleBudget
 from lowtide.execute.apply import set_aside
 from lowtide.execute.circumstances import circumstances
 from lowtide.execute.identity import fingerprint
+from lowtide.ir.assumptions import Assumption
 from lowtide.ir.graph import Graph
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
 from lowtide.solvers import solve
@@ -36,6 +37,7 @@ class StepBudget:
 
     spec: StepSpec
     spares: Spares | None = None  # where graphs are left for whoever puts the plan to work
+    assumed: tuple[Assumption, ...] = ()  # of the graph, as other inputs have shown
 
     def surrounded(self, graph: Graph) -> Graph:
         """`graph` with what is held beside the step all the time: nothing, unless an engine holds some."""
@@ -59,7 +61,7 @@ class StepBudget:
     def graph(self) -> Graph:
         """The step as it runs op by op."""
         with self.set_aside():
-            graph = step_graph(self.spec, self._alone, self.spares)
+            graph = step_graph(self.spec, self._alone, self.spares, self.assumed)
         return self.surrounded(graph)
 
     @property

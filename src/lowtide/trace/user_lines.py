@@ -49,6 +49,12 @@ def line_of(error: BaseException) -> str:
     return described(frames[-1])
 
 
+def line_read(error: BaseException) -> str:
+    """The line of user code where Dynamo went wrong: it reads code instead of running it, and keeps note."""
+    stack = [frame for frame in getattr(error, "real_stack", None) or () if is_users(frame.filename)]
+    return described(stack[-1]) if stack else line_of(error)
+
+
 def described(frame: traceback.FrameSummary) -> str:
     """A line of a traceback, in the same words."""
     return _describe(frame.filename, frame.lineno or 0, frame.name)

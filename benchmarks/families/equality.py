@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 TO_THE_BIT = "to the bit"
-_CLOSE = 1e-4  # of the largest number: what adding up in another order does
+CLOSE = 1e-4  # of the largest number: what adding up in another order does
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Laboratory:
     def outcome(self) -> Outcome:
         """One step, run now."""
         self.restore()
-        _seed()
+        seed_everything()
         loss = self.step()
         gradients = {
             name: None if parameter.grad is None else parameter.grad.detach().clone()
             for name, parameter in self.model.named_parameters()
         }
         buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        found = Outcome(loss.detach().clone(), gradients, buffers, _draws(loss.device))
+        found = Outcome(loss.detach().clone(), gradients, buffers, draws(loss.device))
         self.restore()
         return found
 
@@ -55,8 +55,8 @@ class Laboratory:
                     buffer.copy_(self._buffers[name])
 
 
-def compared(found: Outcome, expected: Outcome) -> str:
-    """'to the bit', 'to 3e-7' where the last bits differ, or 'wrong: …'."""
+def compared(found: Outcome, expected: Outcome, close: float = CLOSE) -> str:
+    """'to the bit', 'to 3e-7' where numbers differ by less than `close`, or 'wrong: …'."""
     if found.draws != expected.draws:
         return "wrong: the random numbers that follow differ"
     if found.buffers.keys() != expected.buffers.keys():
@@ -72,7 +72,7 @@ def compared(found: Outcome, expected: Outcome) -> str:
     far, name = max(((_distance(mine, other), name) for name, mine, other in pairs), default=(0.0, ""))
     if far == 0:
         return TO_THE_BIT
-    return f"to {far:.0e}: {name}" if far < _CLOSE else f"wrong: {name} is off by {far:.1e}"
+    return f"to {far:.0e}: {name}" if far < close else f"wrong: {name} is off by {far:.1e}"
 
 
 def _distance(mine: Tensor, other: Tensor) -> float:
@@ -81,6 +81,8 @@ def _distance(mine: Tensor, other: Tensor) -> float:
         return float("inf")
     if torch.equal(mine, other) or (torch.equal(mine.isnan(), other.isnan()) and bool(mine.isnan().all())):
         return 0.0
+    if mine.is_complex():
+        return _distance(torch.view_as_real(mine.resolve_conj()), torch.view_as_real(other.resolve_conj()))
     if not mine.is_floating_point():
         return float("inf")
     here, there = mine.double().nan_to_num(0.0), other.double().nan_to_num(0.0)
@@ -89,13 +91,15 @@ def _distance(mine: Tensor, other: Tensor) -> float:
     return float((here - there).abs().max()) / max(float(there.abs().max()), 1e-30)
 
 
-def _seed() -> None:
+def seed_everything() -> None:
+    """Every generator at the same place."""
     torch.manual_seed(7)
     random.seed(7)
     _numpy().random.seed(7)
 
 
-def _draws(device: torch.device) -> tuple[float, ...]:
+def draws(device: torch.device) -> tuple[float, ...]:
+    """The next random number of every generator."""
     drawn = [random.random(), float(_numpy().random.random()), float(torch.rand(()))]
     return (*drawn, float(torch.rand((), device=device)))
 

@@ -74,7 +74,7 @@ def tried(spec: StepSpec, solution: Solution | GraphSolution, plain: Trace) -> V
                 growth_bytes = step.measured().growth_bytes
         finally:
             remove(spec.model)
-    peak_bytes, allowed_bytes = bytes_before(plain) + growth_bytes, _allowed_bytes(solution)
+    peak_bytes, allowed_bytes = bytes_before(plain) + growth_bytes, allowed_bytes(solution)
     found = [] if alike is None else list(alike.differences(numbers))
     if peak_bytes > allowed_bytes:
         found.append(Difference("peak", "", peak_bytes - allowed_bytes, 0))
@@ -108,7 +108,7 @@ def _measurable(spec: StepSpec) -> StepSpec:
     return replace(spec, device=where)
 
 
-def _allowed_bytes(solution: Solution | GraphSolution) -> int:
+def allowed_bytes(solution: Solution | GraphSolution) -> int:
     """The budget; without one, what was predicted."""
     if solution.budget_bytes is not None:
         return solution.budget_bytes

@@ -1,0 +1,287 @@
+"""One recipe, one way, one budget: trained plain and planned from equal states, and compared."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import lowtide
+from benchmarks.families.equality import CLOSE, TO_THE_BIT, Outcome, compared, draws, seed_everything
+from benchmarks.fuzz.recipe import AUTOCAST, Recipe
+from benchmarks.fuzz.subjects import Subject, built
+from benchmarks.fuzz.ways import BYTES, WAYS, Planned, bytes_of, plain
+from lowtide.compat.tensors import tensors_in
+
+RIGHT, REFUSED, INFEASIBLE = "right", "refused", "infeasible"
+WRONG, CRASH, OVER, NO_SUBJECT = "wrong", "crash", "over budget", "no subject"
+OUTCOMES = (RIGHT, INFEASIBLE, REFUSED, WRONG, OVER, CRASH, NO_SUBJECT)
+BAD = frozenset({WRONG, OVER, CRASH})
+
+_STEPS = 2  # that are compared one by one; a third is measured, and a fourth is without the plan
+_RATE = 0.01
+_ROUNDINGS = 8  # of bfloat16, which is what docs/limits.md allows under autocast
+_UNPLANNED = ("may exceed the budget", "the peak is not the promised one")
+_LOCAL = re.compile(r"/[^\"\s]*/(?=(site-packages|src|benchmarks|lowtide)/)")
+_FRAMES = 6
+
+Row = dict[str, Any]
+
+
+def tried(recipe: Recipe, way: str, budget: str) -> Row:
+    """What came of it; nothing is raised but what ends the process."""
+    started = time.process_time()
+    row: Row = {"seed": recipe.seed, "way": way, "budget": budget, "recipe": str(recipe)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        row |= _outcome(recipe, way, budget)
+    said = [str(each.message) for each in told if str(each.message).startswith("lowtide:")]
+    if row["outcome"] == OVER and any(words in text for words in _UNPLANNED for text in said):
+        row |= {"outcome": RIGHT, "note": "over the budget, as a warning said"}
+    return row | {"told": said[:3], "seconds": round(time.process_time() - started, 2)}
+
+
+def _outcome(recipe: Recipe, way: str, budget: str) -> Row:
+    try:
+        expected, deterministic, plain_bytes = _plain(recipe)
+    except Exception as error:  # noqa: BLE001  a random module may raise anything
+        return {"outcome": NO_SUBJECT, "reason": _message(error)}
+    asked = bytes_of(budget, plain_bytes) if way == "backend" or budget == BYTES else budget
+    close = _close(recipe, deterministic)
+    row = _planned(recipe, way, asked, expected, close)
+    if row["outcome"] == INFEASIBLE:
+        least = row["least_bytes"]  # which is said to be possible
+        row = _planned(recipe, way, least, expected, close) | {"note": "below the least, so the least"}
+    return row
+
+
+def _planned(recipe: Recipe, way: str, budget: str | int, expected: list[Outcome], close: float) -> Row:
+    """The same, for a budget, of what plain steps leave behind."""
+    torch.compiler.reset()
+    counters.clear()
+    subject = built(recipe)
+    try:
+        before = _state(subject)
+        planned = WAYS[way](subject, budget)
+        if (changed := _changed(before, _state(subject))) is not None:
+            return {"outcome": WRONG, "reason": f"planning changed {changed}"}
+        training = _Training(subject, planned)
+        found = training.run()
+    except Exception as error:  # noqa: BLE001  what it raises is the answer
+        return _raised(error)
+    row: Row = {"how": training.how}
+    if not planned.gives_output:
+        found, expected = ([*map(_of_model, each)] for each in (found, expected))
+    if (wrong := _difference(found, expected, close)) is not None:
+        return row | {"outcome": WRONG, "reason": wrong}
+    if (left := _left_behind(subject)) is not None:
+        return row | {"outcome": WRONG, "reason": left}
+    return row | training.memory()
+
+
+def _plain(recipe: Recipe) -> tuple[list[Outcome], bool, int]:
+    """The outcomes of plain steps, whether they are the same again, and their peak."""
+    subject = built(recipe)
+    training = _Training(subject, plain(subject))
+    first = training.run()
+    again = built(recipe)
+    second = _Training(again, plain(again)).run()
+    same = _difference(second, first, 0.0) is None
+    return first, same, training.resident_bytes + training.growth_bytes
+
+
+class _Training:
+    """Some steps of one subject."""
+
+    def __init__(self, subject: Subject, planned: Planned) -> None:
+        self.subject, self.planned = subject, planned
+        self.resident_bytes = _bytes_of(subject)
+        self.growth_bytes = 0
+        self.how = ""
+
+    def run(self) -> list[Outcome]:
+        """What each step leaves behind; the last is run after the plan was taken off."""
+        seed_everything()
+        outcomes = [self._stepped(*self._step()) for _ in range(_STEPS)]
+        self.growth_bytes, outcome = self._measured()
+        self.promise, self.how = self.planned.promise(), self.planned.how()
+        self.planned.take_off()
+        last = plain(self.subject).step
+        self._cleared()
+        return [*outcomes, outcome, self._stepped(*last())]
+
+    def memory(self) -> Row:
+        """Whether the peak was as promised."""
+        promise = self.promise
+        if promise is None:
+            return {"outcome": RIGHT}
+        before = self.resident_bytes if promise.resident_bytes is None else promise.resident_bytes
+        measured = before + self.growth_bytes
+        row = {"measured_bytes": measured, "allowed_bytes": promise.allowed_bytes}
+        if measured <= promise.allowed_bytes:
+            return row | {"outcome": RIGHT}
+        return row | {
+            "outcome": OVER,
+            "reason": f"{self.how}: over by {measured - promise.allowed_bytes} bytes",
+        }
+
+    def _step(self) -> tuple[Tensor, Any]:
+        self._cleared()
+        return self.planned.step()
+
+    def _measured(self) -> tuple[int, Outcome]:
+        results: list[tuple[Tensor, Any]] = []
+        self._cleared()
+        reading = lowtide.measure(lambda: results.append(self.planned.step()), device="cpu")
+        return reading.growth_bytes, self._stepped(*results.pop())
+
+    def _cleared(self) -> None:
+        for leaf in (*self.subject.model.parameters(), *self.subject.batch):
+            leaf.grad = None
+
+    def _stepped(self, loss: Tensor, output: Any) -> Outcome:
+        """What the step left behind; the parameters have been updated."""
+        model = self.subject.model
+        gradients = {name: _copied(parameter.grad) for name, parameter in model.named_parameters()}
+        for number, tensor in enumerate(self.subject.batch):
+            gradients |= {f"input {number}": _copied(tensor.grad), f"batch {number}": _copied(tensor)}
+        for number, tensor in enumerate(tensors_in(output)):
+            gradients[f"output {number}"] = _copied(tensor)
+        gradients |= {name: _copied(tensor) for name, tensor in _attributes(self.subject)}
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=_RATE)
+        return Outcome(loss.detach().clone(), gradients, buffers, draws(loss.device))
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _attributes(subject: Subject) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules have as plain attributes."""
+    for path, module in subject.model.named_modules():
+        for name, thing in vars(module).items():
+            if isinstance(thing, Tensor):
+                yield f"attribute {path}.{name}", thing
+
+
+def _of_model(outcome: Outcome) -> Outcome:
+    kept = {
+        name: tensor
+        for name, tensor in outcome.gradients.items()
+        if not name.startswith(("output", "attribute", "input"))
+    }
+    return replace(outcome, gradients=kept)
+
+
+def _bytes_of(subject: Subject) -> int:
+    """What is there before a step."""
+    model = subject.model
+    held = (*model.parameters(), *model.buffers(), *subject.batch, *subject.targets)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    return sum(storages.values())
+
+
+# What is compared ---------------------------------------------------------------------------------------
+
+
+def _close(recipe: Recipe, deterministic: bool) -> float:
+    if recipe.kind == AUTOCAST:
+        return _ROUNDINGS * torch.finfo(torch.bfloat16).eps
+    return 0.0 if deterministic else CLOSE
+
+
+def _difference(found: list[Outcome], expected: list[Outcome], close: float) -> str | None:
+    """Where the first step differs that does."""
+    for step, (mine, other) in enumerate(zip(found, expected, strict=True)):
+        if others := sorted(set(mine.gradients) ^ set(other.gradients)):
+            return f"step {step}: other outputs or attributes: {others}"
+        same = compared(mine, other, close)
+        if same.startswith("wrong") or (close == 0 and same != TO_THE_BIT):
+            return f"step {step}: {same}"
+    return None
+
+
+def _state(subject: Subject) -> dict[str, Any]:
+    """Everything that planning should leave alone."""
+    model = subject.model
+    named = (*model.named_parameters(), *model.named_buffers(), *_attributes(subject))
+    tensors = {name: _copied(tensor) for name, tensor in named}
+    tensors |= {f"gradient of {name}": _copied(leaf.grad) for name, leaf in model.named_parameters()}
+    for number, tensor in enumerate(subject.batch):
+        tensors |= {f"batch {number}": _copied(tensor), f"gradient of batch {number}": _copied(tensor.grad)}
+    numpy_state = import_module("numpy").random.get_state()
+    streams = {"random numbers of python": random.getstate(), "of numpy": (*map(str, numpy_state),)}
+    return {**tensors, "random numbers of torch": torch.get_rng_state(), **streams}
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    for name in before.keys() | after.keys():
+        one, other = before.get(name), after.get(name)
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        if not (
+            torch.equal(one.nan_to_num(), other.nan_to_num())
+            if both and one.dtype == other.dtype
+            else one == other
+        ):
+            return name
+    return None
+
+
+def _left_behind(subject: Subject) -> str | None:
+    """What is still there of a plan that was taken off."""
+    for path, module in subject.model.named_modules():
+        if "forward" in vars(module):
+            return f"a forward is left on {path or 'the model'}"
+    fresh = dict(built(subject.model.recipe).model.named_modules())  # type: ignore[arg-type]
+    for path, module in subject.model.named_modules():
+        if _hooks(module) != _hooks(fresh[path]):
+            return f"hooks are left on {path or 'the model'}"
+    return None
+
+
+def _hooks(module: torch.nn.Module) -> dict[str, int]:
+    return {name: len(hooks) for name, hooks in vars(module).items() if name.endswith("_hooks")}
+
+
+# What was raised ----------------------------------------------------------------------------------------
+
+
+def _raised(error: Exception) -> Row:
+    """Refused on purpose, below what is possible, or a crash."""
+    meant = next((each for each in _chain(error) if isinstance(each, lowtide.LowtideError)), None)
+    if isinstance(meant, lowtide.InfeasibleBudget):
+        return {"outcome": INFEASIBLE, "least_bytes": meant.least_bytes, "reason": _message(meant)}
+    reason = f"{type(meant or error).__name__}: {_message(meant or error)}"
+    if meant is not None:
+        return {"outcome": REFUSED, "reason": reason}
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    where = [f"{_LOCAL.sub('', frame.filename)}:{frame.lineno}" for frame in frames]
+    return {"outcome": CRASH, "reason": reason, "where": where}
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it was made from: Dynamo wraps what a backend raises."""
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        yield following
+        seen.append(following)
+        following = getattr(following, "inner_exception", None) or following.__cause__
+
+
+def _message(error: BaseException) -> str:
+    return _LOCAL.sub("", str(error))[:600]

@@ -1,0 +1,162 @@
+"""The ways to put a plan to work, each as a step to run and what was promised of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import lowtide
+from benchmarks.fuzz.subjects import Subject
+from lowtide.backend import plans_of as plans_of_backend
+from lowtide.ir.graph import Graph
+from lowtide.planner.verify import allowed_bytes
+from lowtide.solvers.solution import GraphSolution
+from lowtide.trace.step import loss_of
+
+LOWEST, BYTES = "min", "bytes"
+BUDGETS = ("90%", "70%", LOWEST, BYTES)
+_PARTS = {"90%": 0.9, "70%": 0.7, BYTES: 0.8}  # of the plain peak
+_NUMBER = 8  # a loss is handed back, and is not of the arena
+
+Step = Callable[[], tuple[Tensor, Any]]  # forward, loss and backward; gives the loss and the output
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The most that a step may hold, and what of it is counted as there before, if that is not all."""
+
+    allowed_bytes: int
+    resident_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step as it was planned. `promise` is known when it has run; None: nothing is promised."""
+
+    step: Step
+    promise: Callable[[], Promise | None]
+    how: Callable[[], str]
+    take_off: Callable[[], None]
+    gives_output: bool = True
+
+
+Way = Callable[[Subject, str | int], Planned]
+
+
+def step_of(subject: Subject, model: Callable[..., Any]) -> Step:
+    """The usual training step, the backward outside of what the forward runs within."""
+
+    def step() -> tuple[Tensor, Any]:
+        with subject.context():
+            output = model(*subject.example.args, **subject.example.kwargs)
+            loss = loss_of(output, subject.loss)
+        loss.backward()
+        return loss.detach(), output
+
+    return step
+
+
+def bytes_of(budget: str, plain_bytes: int) -> str | int:
+    """The budget as a number of bytes, unless it is the lowest peak."""
+    return budget if budget == LOWEST else int(_PARTS[budget] * plain_bytes)
+
+
+def plain(subject: Subject) -> Planned:
+    """Without a plan."""
+    return Planned(step_of(subject, subject.model), lambda: None, lambda: "plain", lambda: None)
+
+
+def _by_ops(subject: Subject, budget: str | int) -> Planned:
+    return _optimized(subject, budget=budget, effort="quick")
+
+
+def _by_layers(method: str) -> Way:
+    def way(subject: Subject, budget: str | int) -> Planned:
+        asked = None if budget == LOWEST else budget  # without one they minimise what they minimise
+        return _optimized(subject, budget=asked, method=method)
+
+    return way
+
+
+def _optimized(subject: Subject, **options: Any) -> Planned:
+    model = subject.model
+    with subject.context():
+        lowtide.optimize(model, subject.example, loss=subject.loss, **options)
+
+    def how() -> str:
+        solution = lowtide.plans_of(model)[-1]
+        if not isinstance(solution, GraphSolution):
+            return "by layers"
+        return "partly" if solution.remark else "by ops"
+
+    def promise() -> Promise:
+        return Promise(allowed_bytes(lowtide.plans_of(model)[-1]))
+
+    return Planned(step_of(subject, model), promise, how, lambda: lowtide.remove(model))
+
+
+class _Whole(nn.Module):
+    """Model and loss in one, so that a backend sees both."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__()
+        self.model, self.loss = subject.model, subject.loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        output = self.model(*args, **kwargs)
+        return loss_of(output, self.loss), output
+
+
+def _compiled(subject: Subject, budget: str | int) -> Planned:
+    options = {"budget": budget}
+    whole = torch.compile(_Whole(subject), backend="lowtide", options=options, dynamic=False)  # type: ignore[call-overload]
+
+    def step() -> tuple[Tensor, Any]:
+        with subject.context():
+            loss, output = whole(*subject.example.args, **subject.example.kwargs)
+        loss.backward()
+        return loss.detach(), output
+
+    def promise() -> Promise | None:
+        plans = plans_of_backend(options)
+        if len(plans) != 1 or counters["graph_break"]:
+            return None  # what runs between graphs is not counted
+        return Promise(allowed_bytes(plans[0]), _resident_bytes(plans[0].graph))
+
+    return Planned(step, promise, lambda: "compiled", lambda: None)
+
+
+def _resident_bytes(graph: Graph) -> int:
+    return sum(graph.counted_bytes(value) for value in graph.resident)
+
+
+def _in_arena(subject: Subject, budget: str | int) -> Planned:
+    model, example, loss = subject.model, subject.example, subject.loss
+    with subject.context():
+        solution = lowtide.plan(model, example, loss=loss, budget=budget, effort="quick")
+        arena = lowtide.in_arena(model, example, loss, solution=solution, profile=True)
+
+    def step() -> tuple[Tensor, Any]:
+        return arena(), None
+
+    def promise() -> Promise:
+        return Promise(max(arena.report.extra_bytes, _NUMBER), 0)
+
+    def take_off() -> None:
+        model.zero_grad(set_to_none=True)
+
+    return Planned(step, promise, lambda: "in an arena", take_off, gives_output=False)
+
+
+WAYS: Mapping[str, Way] = {
+    "ops": _by_ops,
+    "rotor": _by_layers("rotor"),
+    "hong-linear": _by_layers("hong-linear"),
+    "backend": _compiled,
+    "arena": _in_arena,
+}

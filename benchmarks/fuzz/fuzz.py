@@ -4,9 +4,10 @@
     python -m benchmarks.fuzz.fuzz --seeds 17 --shrink            the smallest module that fails alike
 
 A seed stands for a module, a batch and a loss (`recipe`), and for one way to plan and one budget; with
-`--all` for all of both. Each is trained for some steps without and with a plan, from equal states: loss, outputs,
-gradients, buffers and the random streams must be the same, to the bit where plain training is, the measured
-peak as promised, and the model without its plan as it was. What fails is printed, and all of it written down.
+`--all` for all of both. Each is trained for some steps without and with a plan, from equal states: loss,
+outputs, gradients, buffers and the random streams must be the same, to the bit where plain training is, the
+measured peak as promised, and the model without its plan as it was. What fails is printed, and all of it
+written down.
 """
 
 from __future__ import annotations

@@ -74,24 +74,24 @@ def tried(spec: StepSpec, solution: Solution | GraphSolution, plain: Trace) -> V
                 growth_bytes = step.measured().growth_bytes
         finally:
             remove(spec.model)
-    peak_bytes, allowed_bytes = bytes_before(plain) + growth_bytes, allowed_bytes(solution)
+    peak_bytes, most_bytes = bytes_before(plain) + growth_bytes, allowed_bytes(solution)
     found = [] if alike is None else list(alike.differences(numbers))
-    if peak_bytes > allowed_bytes:
-        found.append(Difference("peak", "", peak_bytes - allowed_bytes, 0))
+    if peak_bytes > most_bytes:
+        found.append(Difference("peak", "", peak_bytes - most_bytes, 0))
     if found:
         raise PlanDisagrees(solution.method, tuple(found))
     if alike is None:
-        return _unseen(peak_bytes, allowed_bytes)
-    return Verification(peak_bytes, allowed_bytes, to_the_bit=not alike.tolerant)
+        return _unseen(peak_bytes, most_bytes)
+    return Verification(peak_bytes, most_bytes, to_the_bit=not alike.tolerant)
 
 
-def _unseen(peak_bytes: int, allowed_bytes: int) -> Verification:
+def _unseen(peak_bytes: int, most_bytes: int) -> Verification:
     warnings.warn(
         "lowtide: the plain step does not fit in memory, so the numbers of the planned one could not be "
         "compared with it; its peak could. Verify a smaller batch.",
         stacklevel=2,
     )
-    return Verification(peak_bytes, allowed_bytes, to_the_bit=False, plain_fits=False)
+    return Verification(peak_bytes, most_bytes, to_the_bit=False, plain_fits=False)
 
 
 def _measurable(spec: StepSpec) -> StepSpec:

@@ -189,9 +189,29 @@ class Renorm(nn.BatchNorm1d):
         return x - self.running_mean
 
 
+class SwitchesAround(Body):
+    """Autocast and gradients are switched on and off between modules, and around some of them."""
+
+    def around(self, number: int, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number != 1):
+            x = layer(x) @ torch.ones(8, 8)
+        with torch.no_grad():
+            scale = layer(x.float()).abs().mean() + x.float().sum()
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(x.float() @ torch.ones(8, 8) * scale)
+
+
 @pytest.mark.parametrize(
     "make",
-    [ChangedLater, ChangedThroughView, ChangedBetween, KeepingLayers, ReassignedBetween, RereadStatistics],
+    [
+        SwitchesAround,
+        ChangedLater,
+        ChangedThroughView,
+        ChangedBetween,
+        KeepingLayers,
+        ReassignedBetween,
+        RereadStatistics,
+    ],
 )
 def test_what_a_model_keeps_is_changed_once_and_seen_as_it_was(make: type[Body]) -> None:
     assert_trains_alike(make)

@@ -25,7 +25,7 @@ from lowtide.compat.autograd import checkpoint
 from lowtide.compat.undo import undone
 from lowtide.errors import CannotApply
 from lowtide.execute.identity import fingerprint
-from lowtide.execute.layer_pass import Pass, close
+from lowtide.execute.layer_pass import Pass, close, enter
 from lowtide.execute.streams import Streams
 from lowtide.execute.tape import Tape, replay_tape
 from lowtide.execute.unit_state import UnitState
@@ -138,7 +138,7 @@ class LayerCourse:
     ) -> None:
         ambient, generator = Ambient(), self._opened(unheard, tape, tensors)
         try:
-            next(generator)
+            enter(generator)
             run()
             close(generator)
         finally:

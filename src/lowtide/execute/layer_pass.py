@@ -21,6 +21,7 @@ from lowtide.compat.autograd import saving_hooks
 from lowtide.compat.dispatch import function_mode
 from lowtide.compat.trees import tree_flatten
 from lowtide.errors import CannotApply
+from lowtide.execute.surroundings import Surroundings
 from lowtide.execute.tape import Listening, Made, Tape, TapeSlots
 from lowtide.execute.unit_state import Kept, UnitState
 
@@ -38,7 +39,7 @@ class _Open:
     hooks: object = None
 
     def begin(self) -> None:
-        next(self.generator)
+        enter(self.generator)
         self.hooks = saving_hooks()
 
 
@@ -49,6 +50,7 @@ class _Running:
     call: Unit
     args: Any
     kwargs: Any
+    surroundings: Surroundings
     kept: Kept | None  # None outside of segments
 
 
@@ -127,7 +129,7 @@ class Pass:
             self._check_undisturbed()
             args, kwargs = self.slots.written((args, kwargs))
             kept = self.state_of(call[0], module).before(self.slots.originals, self.draws)
-        self.unit = _Running(call, args, kwargs, kept)
+        self.unit = _Running(call, args, kwargs, Surroundings.now(), kept)
         touched = kept.tensors if kept is not None else self.slots.originals.among(module)
         self._listen(Heard.WRITES if touched else None)
 
@@ -152,7 +154,8 @@ class Pass:
                 state.check(unit.kept)
             else:  # the model may go on without it
                 again = partial(_failing, again, type(error))
-            self.open[-1].tape.entries.append(Made(again, unit.args, unit.kwargs, self.slots.fills(output)))
+            fills = self.slots.fills(output)
+            self.open[-1].tape.entries.append(Made(again, unit.args, unit.kwargs, fills, unit.surroundings))
         self._listen_between()
 
     def end(self) -> None:
@@ -255,6 +258,12 @@ class Heard(Enum):
 
     ALL = auto()  # to be run again
     WRITES = auto()  # what they write to is copied before, if it is to be seen again
+
+
+def enter(generator: Generator[None, None, None]) -> None:
+    """Enter a checkpoint, also where no gradients are recorded: they may be again before it ends."""
+    with torch.enable_grad():
+        next(generator)
 
 
 def close(generator: Generator[None, None, None]) -> None:

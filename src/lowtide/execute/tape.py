@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.compat.trees import tree_flatten, tree_map
 from lowtide.execute.originals import Original, Originals, changes_its_first, written_by
+from lowtide.execute.surroundings import Surroundings
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Made:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     fills: Mapping[int, int]  # position among the result's leaves -> slot
+    surroundings: Surroundings
 
 
 @dataclass
@@ -145,10 +147,11 @@ class Listening(TorchFunctionMode):
             return func(*args, **kwargs)
         written = self._slots.written((args, kwargs))
         self._keep_originals(func, args, kwargs)
+        surroundings = Surroundings.now()  # before: the function may be what switches something on
         result = func(*args, **kwargs)
         fills = self._slots.fills(result)
         if fills or changes_its_first(func):  # a question about a shape need not be asked again
-            self.tape.entries.append(Made(func, written[0], written[1], fills))
+            self.tape.entries.append(Made(func, *written, fills, surroundings))
         return result
 
     def _keep_originals(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -201,7 +204,7 @@ def _run(tape: Tape, environment: _Environment, nested: Nested, needed_after: fr
 def _call(entry: Made, environment: _Environment) -> None:
     drawings = [leaf for leaf in tree_flatten((entry.args, entry.kwargs))[0] if isinstance(leaf, Drawing)]
     args, kwargs = tree_map(environment.filled, (entry.args, entry.kwargs))
-    with ExitStack() as stack:
+    with entry.surroundings.again(), ExitStack() as stack:
         for drawing in drawings:
             stack.callback(drawing.generator.set_state, drawing.generator.get_state())
             drawing.generator.set_state(drawing.state)

@@ -37,6 +37,7 @@ from lowtide.distributed.fsdp import _ShardedRecorder
 from lowtide.ir.assumptions import Finding
 from lowtide.ir.graph import Origin
 from lowtide.ir.strides import viewed
+from lowtide.trace import hf_masks
 from lowtide.trace.attribution import Attribution
 from lowtide.trace.dry_run import _random_states_counted
 from lowtide.trace.graph_builder import GraphBuilder
@@ -184,6 +185,12 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
     ),
 }
 BELOW = {"aot/capture", "integrations/lightning"}  # those that are no context by themselves
+
+
+@pytest.fixture(autouse=True)
+def _no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which models of transformers ask whether they are traced depends on what other tests have loaded."""
+    monkeypatch.setattr(hf_masks, "asking", list)
 
 
 @pytest.mark.parametrize(("enter", "targets"), REAL.values(), ids=REAL)

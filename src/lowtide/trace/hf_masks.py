@@ -4,6 +4,7 @@ Traced, transformers builds attention masks that it does without in eager, becau
 on numbers; with a mask attention takes slower kernels, and other ones for grouped heads. Without
 padding it need not look at numbers at all. Whether sequences are packed follows from the positions of the
 tokens: where these do not come from the batch, the dry run has seen the answer, and it is always the same.
+Models that ask themselves take other ops where they are traced: Mamba scans in another order, say.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from lowtide.compat.patches import patched
 from lowtide.ir.assumptions import Assumption, Finding
 from lowtide.ir.graph import Role
 from lowtide.trace.graph_builder import GraphBuilder
+
+_MODELS = ("transformers.models.", "transformers_modules.")  # those that come with a checkpoint as well
 
 
 class Positions:
@@ -83,9 +87,18 @@ def unnoticed_by_transformers(assumptions: Collection[Assumption] = ()) -> Itera
         experts = sys.modules.get("transformers.integrations.moe")
         if hasattr(experts, "is_torchdynamo_compiling"):  # asked whether to group experts in a product
             patches.enter_context(eager(experts, "is_torchdynamo_compiling", _is_never_traced))
+        for model, asks, answer in asking():
+            patches.enter_context(eager(model, asks, answer))
         if Finding.UNPACKED in assumptions and hasattr(masks, "find_packed_sequence_indices"):
             patches.enter_context(eager(masks, "find_packed_sequence_indices", _nothing_is_packed))
         yield
+
+
+def asking() -> list[tuple[ModuleType, str, Callable[..., bool]]]:
+    """The models' own modules that ask whether they are traced: by which name, and what they are told."""
+    answers = {"is_torchdynamo_compiling": _is_never_traced, "is_tracing": _depends_on_numbers}
+    models = [module for name, module in list(sys.modules.items()) if name.startswith(_MODELS)]
+    return [(module, name, answers[name]) for module in models for name in answers if name in vars(module)]
 
 
 def _is_never_fake(_: object) -> bool:

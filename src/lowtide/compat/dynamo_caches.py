@@ -34,6 +34,8 @@ PRIVATE = (
     Private(
         "torch._C._dynamo.eval_frame.reset_code", "drops what is noted with code of which nothing is compiled"
     ),
+    Private("torch._dynamo.eval_frame.__file__", "the code that runs what was compiled"),
+    Private("torch._dynamo.convert_frame.__file__", "the code that compiles"),
     Private("sys._current_frames", "tells whether a thread is inside of Dynamo"),
     Private("torch._dynamo.convert_frame.compile_lock", "nothing is compiled while something is dropped"),
     Private("torch._dynamo.convert_frame.input_codes", "the code of every frame that Dynamo has met"),

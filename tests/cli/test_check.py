@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from lowtide.cli import main
 from lowtide.text.progress import progress_bar, stages, switch_progress, waiting
+from tests.helpers.editable import editable
 
 USER_FILE = """
 import torch
@@ -46,7 +47,7 @@ def document(*arguments: str) -> dict[str, Any]:
 
 def written() -> dict[str, Any]:
     assert check("--baseline", "peak.json", "--write-baseline").exit_code == 0
-    found: dict[str, Any] = json.loads(Path("peak.json").read_text())
+    found: dict[str, Any] = editable(Path("peak.json"))
     return found
 
 

@@ -16,6 +16,7 @@ from lowtide._version import __version__
 from lowtide.errors import BadFile, BadRequest
 from lowtide.planner.baseline import Baseline, Source, Verdict, judge, load_baseline, save_baseline
 from lowtide.testing import assert_peak, baseline_of
+from tests.helpers.editable import editable
 
 BEFORE = Baseline(
     model="net",
@@ -165,7 +166,7 @@ def test_a_baseline_that_is_not_there_says_how_to_write_it(tmp_path: Path) -> No
 def test_a_file_that_is_something_else_is_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
     path = tmp_path / "peak.json"
     save_baseline(BEFORE, path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    path.write_text(json.dumps({**editable(path), **change}))
     with pytest.raises(BadFile, match=r"peak\.json") as caught:
         load_baseline(path, "")
     assert told in str(caught.value)
@@ -174,11 +175,14 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path, change: dict[s
 def test_a_file_that_is_cut_off_or_lacks_a_field_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "peak.json"
     save_baseline(BEFORE, path)
-    whole = path.read_text()
+    whole, found = path.read_text(), editable(path)
     path.write_text(whole[:50])
     with pytest.raises(BadFile, match="damaged or cut off"):
         load_baseline(path, "")
     path.write_text(whole.replace('"device"', '"devices"'))
+    with pytest.raises(BadFile, match="a field 'devices' that no baseline file has: damaged"):
+        load_baseline(path, "")
+    path.write_text(json.dumps({name: field for name, field in found.items() if name != "device"}))
     with pytest.raises(BadFile, match="has no 'device'"):
         load_baseline(path, "")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,9 +23,11 @@ from lowtide.ir.graph import Call
 from lowtide.planner.layers import Rehearsal
 from lowtide.solvers import solve
 from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
-from lowtide.solvers.solution import Confirmation, Solution
+from lowtide.solvers.solution import Confirmation, GraphSolution, Solution
 from tests.helpers.chains import chains
+from tests.helpers.editable import editable
 from tests.helpers.handmade import chain as small_graph
+from tests.solvers.test_files import scheduled
 
 Place = tuple[str | int, ...]
 
@@ -127,7 +130,7 @@ MAY_BE_NOTHING = ("budget_bytes", "objective_bytes", "confirmation")
 @pytest.fixture
 def document(tmp_path: Path) -> Any:
     save_solution(handmade(), tmp_path / "whole.json")
-    return json.loads((tmp_path / "whole.json").read_text())
+    return editable(tmp_path / "whole.json")
 
 
 def places(document: Any, place: Place = ()) -> Iterator[Place]:
@@ -226,6 +229,44 @@ def test_times_without_end_are_refused(document: Any, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(BadFile, match=r"solution\.extra_seconds is no time: inf"):
         load_solution(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("written", [handmade, scheduled])
+def test_a_damaged_file_is_refused_or_is_the_plan_that_was_written(
+    written: Callable[[], Solution | GraphSolution], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    save_solution(written(), path)
+    whole, solution = path.read_bytes(), load_solution(path)
+    draw, refused = Random(0), 0
+    for _ in range(500):
+        path.write_bytes(damaged(whole, draw))
+        try:
+            assert load_solution(path) == solution
+        except BadFile:
+            refused += 1
+    assert refused > 450
+
+
+def damaged(whole: bytes, draw: Random) -> bytes:
+    """One byte or a few are others, or are gone."""
+    content = bytearray(whole)
+    for _ in range(draw.choice([1, 1, 1, 2, 5])):
+        place = draw.randrange(len(content))
+        content[place : place + 1] = draw.choice(
+            [bytes([draw.randrange(256)]), bytes([draw.choice(b'0123456789[]{},:"-.e ')]), b""]
+        )
+    return bytes(content)
+
+
+def test_an_edited_file_is_refused_until_its_checksum_is_taken_out(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_solution(handmade(), path)
+    path.write_text(path.read_text().replace("stem", "stern"))
+    with pytest.raises(BadFile, match=r"damaged, or edited\..* take the field 'checksum' out"):
+        load_solution(path)
+    path.write_text(json.dumps(editable(path), indent=2))
+    assert load_solution(path) != handmade()
 
 
 @pytest.mark.parametrize("tenth", range(10))

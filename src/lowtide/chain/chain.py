@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from numbers import Integral, Real
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -287,14 +288,25 @@ def _whole(what: str, sizes: Sequence[int], length: int | None = None) -> Ints:
     """`sizes` as an array, if they are whole numbers of bytes and as many as there should be."""
     if length is not None and len(sizes) != length:
         raise BadRequest(f"{what} has {len(sizes)} entries, but {length} are needed.")
-    for position, size in enumerate(sizes):
-        if not isinstance(size, Integral) or isinstance(size, bool):
-            raise BadRequest(f"{what}[{position}] is {size!r}; sizes are whole numbers of bytes.")
-        if size < 0:
-            raise BadRequest(f"{what}[{position}] is {size}; sizes cannot be negative.")
+    if not all(map(_is_whole, set(map(type, sizes)))) or min(sizes, default=0) < 0:
+        _refuse_the_first(what, sizes)
     if sum(sizes) > _MOST_BYTES:
         raise BadRequest(f"{what} adds up to {sum(sizes)} bytes, more than any machine has.")
     return np.asarray(sizes, np.int64)
+
+
+def _is_whole(kind: type) -> bool:
+    return issubclass(kind, Integral) and not issubclass(kind, bool)
+
+
+def _refuse_the_first(what: str, sizes: Sequence[int]) -> NoReturn:
+    """Say which of `sizes` is the first that is none."""
+    position, size = next(
+        (position, size) for position, size in enumerate(sizes) if not _is_whole(type(size)) or size < 0
+    )
+    if _is_whole(type(size)):
+        raise BadRequest(f"{what}[{position}] is {size}; sizes cannot be negative.")
+    raise BadRequest(f"{what}[{position}] is {size!r}; sizes are whole numbers of bytes.")
 
 
 def _seconds(what: str, given: Sequence[float] | None, length: int, default: float) -> tuple[float, ...]:

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from lowtide.chain.chain import Chain
 from lowtide.chain.cuts import Granularity
 from lowtide.chain.plan import Plan
-from lowtide.chain.unroll import replay
 from lowtide.cost.price import with_costs
 from lowtide.distributed.ddp import copying_outputs, replicated, with_buckets
 from lowtide.distributed.fsdp import Shard, hollow, trace_sharded
@@ -22,6 +21,7 @@ from lowtide.execute.apply import apply, set_aside
 from lowtide.ir.graph import Graph
 from lowtide.planner.layers import Rehearsal
 from lowtide.planner.ops import StepBudget
+from lowtide.solvers.chains.worst import worst_moment
 from lowtide.solvers.solution import Solution
 from lowtide.trace.dry_run import Trace
 
@@ -100,7 +100,7 @@ class ShardedRehearsal(Rehearsal):
         starting point: what counts is what the engine does under the plan, and that is tried out.
         """
         chain = Rehearsal.of(self.spec).chain(granularity, self._units() or modules)
-        difference = self.plain.peak_bytes - replay(chain, Plan()).peak_bytes
+        difference = self.plain.peak_bytes - worst_moment(chain, Plan()).peak_bytes
         return replace(chain, base_bytes=max(0, chain.base_bytes + difference))
 
     def _hollow(self) -> nn.Module:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -259,7 +259,7 @@ def load_baseline(path: str | os.PathLike[str], how_to_write: str) -> Baseline:
     """
     if not Path(path).exists():
         raise BadRequest(f"there is no baseline '{path}' yet. {how_to_write}")
-    document = read_document(path, _KIND)
+    document = read_document(path, _KIND, [field.name for field in fields(Baseline)])
     with understanding(path):
         return _baseline_from_json(Reader(document, _KIND))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lowtide.chain.plan import Plan
-from lowtide.chain.unroll import replay
+from lowtide.solvers.chains.worst import worst_moment
 from lowtide.text.rounding import unit_for
 from lowtide.text.table import lined_up
 from lowtide.text.units import format_bytes, format_seconds
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def explained_chain(solution: Solution) -> str:
     """The summary of a plan, as plain text; its peaks are those of the dry run, where there was one."""
     chain, tried = solution.chain, solution.confirmation
-    plain = replay(chain, Plan()).peak_bytes if tried is None else tried.plain_peak_bytes
+    plain = worst_moment(chain, Plan()).peak_bytes if tried is None else tried.plain_peak_bytes
     planned = solution.peak_bytes if tried is None else tried.peak_bytes
     extra = solution.extra_seconds if tried is None else tried.extra_seconds
     unit = unit_for(plain)

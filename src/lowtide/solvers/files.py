@@ -12,7 +12,6 @@ from dataclasses import asdict
 
 from lowtide.chain.chain import Chain, Kind
 from lowtide.chain.plan import Plan
-from lowtide.chain.unroll import replay
 from lowtide.ir.graph import Call, Graph
 from lowtide.ir.notation import (
     NEWEST_SCHEMA,
@@ -25,10 +24,12 @@ from lowtide.ir.notation import (
 from lowtide.ir.schedule import Schedule
 from lowtide.ir.simulate import simulate
 from lowtide.ir.validate import validate
+from lowtide.solvers.chains.worst import worst_moment
 from lowtide.solvers.solution import Confirmation, GraphSolution, Solution, Status
 from lowtide.text.documents import Json, Reader, Unexpected, read_document, understanding, write_document
 
 _PLAN = "plan"  # the kind of document; what is in it tells a schedule from a plan for a chain
+_CHAINED = "solution"
 _SCHEDULED = "scheduled"
 
 
@@ -52,7 +53,7 @@ def load_graph(path: str | os.PathLike[str]) -> tuple[Graph, Schedule | None]:
         BadFile: the file is missing, damaged, cut off, not lowtide's, of another schema, or its
             contents are not a well-formed graph.
     """
-    document = read_document(path, "graph", NEWEST_SCHEMA)
+    document = read_document(path, "graph", ("graph", "schedule"), NEWEST_SCHEMA)
     with understanding(path):
         graph = validate(graph_from_json(Reader(document["graph"], "graph")))
         raw = document.get("schedule")
@@ -70,7 +71,7 @@ def save_solution(solution: Solution | GraphSolution, path: str | os.PathLike[st
         scheduled: dict[str, Json] = {_SCHEDULED: _scheduled_to_json(solution)}
         write_document(path, _PLAN, scheduled, schema_of(solution.schedule))
     else:
-        write_document(path, _PLAN, {"solution": _solution_to_json(solution)})
+        write_document(path, _PLAN, {_CHAINED: _solution_to_json(solution)})
 
 
 def load_solution(path: str | os.PathLike[str]) -> Solution | GraphSolution:
@@ -80,11 +81,11 @@ def load_solution(path: str | os.PathLike[str]) -> Solution | GraphSolution:
         BadFile: the file is missing, damaged, cut off, not lowtide's, of another schema, or its plan does
             not peak where it says.
     """
-    document = read_document(path, _PLAN, NEWEST_SCHEMA)
+    document = read_document(path, _PLAN, (_CHAINED, _SCHEDULED), NEWEST_SCHEMA)
     with understanding(path):
         if _SCHEDULED in document:
             return _scheduled_from_json(Reader(document[_SCHEDULED], _SCHEDULED))
-        return _solution_from_json(Reader(document["solution"], "solution"))
+        return _solution_from_json(Reader(document[_CHAINED], _CHAINED))
 
 
 # Plans for chains -----------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def _solution_from_json(entry: Reader) -> Solution:
         confirmation=_confirmation_from_json(entry["confirmation"]),
         remark=_remark_from_json(entry),
     )
-    _agree(solution.peak_bytes, replay(solution.chain, solution.plan).peak_bytes)
+    _agree(solution.peak_bytes, worst_moment(solution.chain, solution.plan).peak_bytes)
     return solution
 
 

@@ -9,10 +9,8 @@ from typing import TypeGuard, overload
 
 from lowtide.chain.chain import Chain
 from lowtide.chain.plan import Plan
-from lowtide.chain.unroll import replay
 from lowtide.errors import BadRequest, InfeasibleBudget, UnknownMethod
 from lowtide.ir.graph import Graph
-from lowtide.ir.simulate import Timeline
 from lowtide.solvers.chains.baselines import EveryK, KeepAll
 from lowtide.solvers.chains.chen import ChenGreedy, ChenRecursive, ChenSqrt
 from lowtide.solvers.chains.exhaustive import Exhaustive
@@ -20,6 +18,7 @@ from lowtide.solvers.chains.feng_huang import FengHuang
 from lowtide.solvers.chains.hong import HongCubic, HongLinear, HongQuadratic
 from lowtide.solvers.chains.rotor import Rotor
 from lowtide.solvers.chains.selective import Selective
+from lowtide.solvers.chains.worst import worst_moment
 from lowtide.solvers.method import (
     About,
     Effort,
@@ -187,23 +186,23 @@ def _solve_chain(chain: Chain, chosen: Method, budget: Budget) -> Solution:
     planning_seconds = time.perf_counter() - started
     if answer is None:
         raise _infeasible(chain, chosen, budget_bytes or 0)
-    timeline = replay(chain, answer.plan)
-    if answer.peak_bytes is not None and answer.peak_bytes != timeline.peak_bytes:
+    worst = worst_moment(chain, answer.plan)
+    if answer.peak_bytes is not None and answer.peak_bytes != worst.peak_bytes:
         raise SolverMistake(
             f"{chosen.name} says that {answer.plan} peaks at {answer.peak_bytes} bytes; replayed it peaks at "
-            f"{timeline.peak_bytes}."
+            f"{worst.peak_bytes}."
         )
-    if budget_bytes is not None and timeline.peak_bytes > budget_bytes:
+    if budget_bytes is not None and worst.peak_bytes > budget_bytes:
         raise SolverMistake(
             f"{chosen.name} was given {budget_bytes} bytes; its plan {answer.plan} peaks at "
-            f"{timeline.peak_bytes}."
+            f"{worst.peak_bytes}."
         )
     return Solution(
         chain=chain,
         method=chosen.name,
         plan=answer.plan,
         status=answer.status,
-        peak_bytes=timeline.peak_bytes,
+        peak_bytes=worst.peak_bytes,
         lower_bound_bytes=chain.floor()[0],
         extra_seconds=answer.plan.extra_seconds(chain),
         planning_seconds=planning_seconds,
@@ -253,17 +252,11 @@ def _budget_bytes(chain: Chain, method: Method, budget: Budget) -> int | None:
             f"{method.name} takes no budget: it minimises {method.minimises}. These do: {', '.join(able)}."
         )
     refuse_lowest(budget)
-    return budget.bytes_of(lambda: replay(chain, Plan()).peak_bytes)
+    return budget.bytes_of(lambda: worst_moment(chain, Plan()).peak_bytes)
 
 
 def _infeasible(chain: Chain, method: Method, budget_bytes: int) -> InfeasibleBudget:
     """The least peak the method reaches, and the layer that is running at it."""
     least = method.choose(chain, None)
-    timeline: Timeline = replay(chain, Plan() if least is None else least.plan)
-    running = timeline.peak_op
-    return InfeasibleBudget(
-        method.name,
-        budget_bytes,
-        timeline.peak_bytes,
-        "what is always there" if running is None else running.module,
-    )
+    worst = worst_moment(chain, Plan() if least is None else least.plan)
+    return InfeasibleBudget(method.name, budget_bytes, worst.peak_bytes, worst.module)

@@ -1,14 +1,16 @@
 """JSON documents of lowtide's own: written whole or not at all, read strictly.
 
-A file is data, never code: only JSON is parsed, and a `Reader` checks every field for its type.
+A file is data, never code: only JSON is parsed, and a `Reader` checks every field for its type. A checksum
+over the content tells damage that would else be read as something else; older files have none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import TypeAlias, TypeVar
 from lowtide.errors import BadFile, BadRequest, IllegalSchedule, MalformedGraph
 
 SCHEMA = 1
+_CHECKSUM = "checksum"
 _TOO_DEEP = "it is nested too deeply to be lowtide's"
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 T = TypeVar("T")
@@ -49,18 +52,54 @@ def write_document(
     path: str | os.PathLike[str], kind: str, fields: Mapping[str, Json], schema: int = SCHEMA
 ) -> None:
     """Write a document of that kind ("graph", "plan")."""
-    document = {"lowtide": kind, "schema": schema, **fields}
+    document: dict[str, Json] = {"lowtide": kind, "schema": schema, **fields}
+    document[_CHECKSUM] = _checksum(document)
     write_text(path, json.dumps(document, separators=(",", ":"), allow_nan=False))
 
 
-def read_document(path: str | os.PathLike[str], kind: str, newest: int = SCHEMA) -> dict[str, Json]:
+def _checksum(document: Mapping[str, Json]) -> str:
+    """Of the content, however it is laid out: of what is there beside a checksum."""
+    content = {name: field for name, field in document.items() if name != _CHECKSUM}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_document(
+    path: str | os.PathLike[str], kind: str, fields: Collection[str], newest: int = SCHEMA
+) -> dict[str, Json]:
     """The document of that kind that was written to `path`, of the first schema or any up to `newest`.
+
+    It holds none but `fields`: an unknown one may be the damaged name of a checksum.
 
     Raises:
         BadFile: the file is missing, damaged, cut off, not lowtide's, or of another kind or schema.
     """
+    document = _parsed(path)
+    if not isinstance(document, dict) or document.get("lowtide") != kind:
+        raise BadFile(path, f"it is not a lowtide {kind} file")
+    schema = document.get("schema")
+    if type(schema) is not int or not SCHEMA <= schema <= newest:  # True equals 1
+        known = " or ".join(str(number) for number in range(SCHEMA, newest + 1))
+        raise BadFile(
+            path,
+            f"it has schema {schema!r:.40}; this lowtide reads schema {known}. "
+            "Write it again with this version",
+        )
+    for name in document.keys() - {"lowtide", "schema", _CHECKSUM, *fields}:
+        raise BadFile(path, f"it has a field '{name:.40}' that no {kind} file has: damaged?")
+    with understanding(path):
+        if _CHECKSUM in document and document[_CHECKSUM] != _checksum(document):
+            raise Unexpected(
+                "its content is not what was written: it was damaged, or edited. Write it again, or, "
+                f"if the edit is meant, take the field '{_CHECKSUM}' out"
+            )
+    return document
+
+
+def _parsed(path: str | os.PathLike[str]) -> Json:
+    """The JSON in a file."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        parsed: Json = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        return parsed
     except OSError as error:
         raise BadFile(path, f"{error.strerror}") from None
     except UnicodeDecodeError:
@@ -73,17 +112,6 @@ def read_document(path: str | os.PathLike[str], kind: str, newest: int = SCHEMA)
         ) from None
     except ValueError as error:  # NaN, or a number of more digits than Python will read
         raise BadFile(path, f"it holds an impossible number ({error})") from None
-    if not isinstance(document, dict) or document.get("lowtide") != kind:
-        raise BadFile(path, f"it is not a lowtide {kind} file")
-    schema = document.get("schema")
-    if type(schema) is not int or not SCHEMA <= schema <= newest:  # True equals 1
-        known = " or ".join(str(number) for number in range(SCHEMA, newest + 1))
-        raise BadFile(
-            path,
-            f"it has schema {schema!r:.40}; this lowtide reads schema {known}. "
-            "Write it again with this version",
-        )
-    return document
 
 
 def _refuse_constant(literal: str) -> float:

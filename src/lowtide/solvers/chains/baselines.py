@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from lowtide.chain.chain import Chain
 from lowtide.chain.plan import Plan
-from lowtide.chain.unroll import replay
 from lowtide.errors import BadRequest
 from lowtide.solvers.chains.moments import Moments
+from lowtide.solvers.chains.worst import worst_moment
 from lowtide.solvers.method import Method
 from lowtide.solvers.solution import Answer, Status
 
@@ -26,7 +26,7 @@ class KeepAll(Method):
 
     def choose(self, chain: Chain, budget_bytes: int | None) -> Answer | None:
         """The empty plan, if it fits."""
-        peak_bytes = replay(chain, Plan()).peak_bytes
+        peak_bytes = worst_moment(chain, Plan()).peak_bytes
         if budget_bytes is not None and peak_bytes > budget_bytes:
             return None
         return Answer(Plan(), Status.OPTIMAL, peak_bytes)

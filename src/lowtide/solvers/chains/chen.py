@@ -15,7 +15,7 @@ import numpy as np
 
 from lowtide.chain.chain import Chain
 from lowtide.chain.plan import Plan, Segment
-from lowtide.chain.unroll import replay
+from lowtide.solvers.chains.worst import worst_moment
 from lowtide.solvers.method import Method
 from lowtide.solvers.solution import Answer, Status
 
@@ -64,7 +64,9 @@ class ChenGreedy(Method):
 
     def choose(self, chain: Chain, budget_bytes: int | None) -> Answer | None:
         """The plan of least peak of those tried; with a budget, the one of least time that fits."""
-        tried = [(plan, replay(chain, plan).peak_bytes, plan.extra_seconds(chain)) for plan in _tried(chain)]
+        tried = [
+            (plan, worst_moment(chain, plan).peak_bytes, plan.extra_seconds(chain)) for plan in _tried(chain)
+        ]
         if budget_bytes is None:
             plan, peak_bytes, _ = min(tried, key=lambda one: (one[1], one[2]))
             return Answer(plan, Status.FEASIBLE, peak_bytes)

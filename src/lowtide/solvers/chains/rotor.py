@@ -29,8 +29,8 @@ import numpy as np
 
 from lowtide.chain.chain import Chain, Floats, Ints
 from lowtide.chain.plan import Plan, Segment
-from lowtide.chain.unroll import replay
 from lowtide.errors import BadRequest
+from lowtide.solvers.chains.worst import worst_moment
 from lowtide.solvers.method import Method
 from lowtide.solvers.solution import Answer, Status
 
@@ -61,7 +61,7 @@ class Rotor(Method):
 
     def choose(self, chain: Chain, budget_bytes: int | None) -> Answer | None:
         """The plan of least time that fits; without a budget, the one of least peak."""
-        plain_bytes = replay(chain, Plan()).peak_bytes
+        plain_bytes = worst_moment(chain, Plan()).peak_bytes
         if budget_bytes is not None and plain_bytes <= budget_bytes:
             return Answer(Plan(), Status.OPTIMAL, plain_bytes)
         always_bytes = chain.base_bytes + chain.output_bytes[0]

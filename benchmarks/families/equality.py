@@ -1,4 +1,7 @@
-"""One training step from a known state, and whether two of them are the same."""
+"""One training step from a known state, and whether two of them are the same.
+
+What is compared is held on the CPU, so that it is no part of what is measured on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 
 TO_THE_BIT = "to the bit"
 CLOSE = 1e-4  # of the largest number: what adding up in another order does
+_SPREADS = 4  # times as far from a plain step as another plain one is
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Laboratory:
 
     def __init__(self, model: nn.Module, step: Callable[[], Tensor]) -> None:
         self.model, self.step = model, step
-        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        self._buffers = {name: _copied(buffer) for name, buffer in model.named_buffers()}
 
     def outcome(self) -> Outcome:
         """One step, run now."""
@@ -38,11 +42,11 @@ class Laboratory:
         seed_everything()
         loss = self.step()
         gradients = {
-            name: None if parameter.grad is None else parameter.grad.detach().clone()
+            name: None if parameter.grad is None else _copied(parameter.grad)
             for name, parameter in self.model.named_parameters()
         }
-        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        found = Outcome(loss.detach().clone(), gradients, buffers, draws(loss.device))
+        buffers = {name: _copied(buffer) for name, buffer in self.model.named_buffers()}
+        found = Outcome(_copied(loss), gradients, buffers, draws(loss.device))
         self.restore()
         return found
 
@@ -55,24 +59,49 @@ class Laboratory:
                     buffer.copy_(self._buffers[name])
 
 
-def compared(found: Outcome, expected: Outcome, close: float = CLOSE) -> str:
-    """'to the bit', 'to 3e-7' where numbers differ by less than `close`, or 'wrong: …'."""
+def compared(
+    found: Outcome, expected: Outcome, close: float = CLOSE, spread: Mapping[str, float] | None = None
+) -> str:
+    """'to the bit', 'to 3e-7' where numbers differ by less than `close`, or 'wrong: …'.
+
+    With a `spread`, how far plain steps are apart, a planned one may be a few times as far from them.
+    """
     if found.draws != expected.draws:
         return "wrong: the random numbers that follow differ"
     if found.buffers.keys() != expected.buffers.keys():
         return "wrong: other buffers"
-    pairs = [("the loss", found.loss, expected.loss)]
-    pairs += [(f"buffer {name}", found.buffers[name], buffer) for name, buffer in expected.buffers.items()]
     for name, gradient in expected.gradients.items():
         mine = found.gradients[name]
         if (mine is None) != (gradient is None):
             return f"wrong: {name} gets {'no' if mine is None else 'a'} gradient"
-        if mine is not None and gradient is not None:
-            pairs.append((f"the gradient of {name}", mine, gradient))
-    far, name = max(((_distance(mine, other), name) for name, mine, other in pairs), default=(0.0, ""))
-    if far == 0:
+    apart = distances(found, expected)
+    allowed = {name: max(close, _SPREADS * (spread or {}).get(name, 0.0)) for name in apart}
+    name = max(apart, key=lambda name: (apart[name] >= allowed[name], apart[name]))
+    if apart[name] == 0:
         return TO_THE_BIT
-    return f"to {far:.0e}: {name}" if far < close else f"wrong: {name} is off by {far:.1e}"
+    if apart[name] >= allowed[name]:
+        return f"wrong: {name} is off by {apart[name]:.1e}"
+    return f"to {apart[name]:.0e}: {name}"
+
+
+def distances(found: Outcome, expected: Outcome) -> dict[str, float]:
+    """How far each number of one step is from that of another, as a part of the largest one."""
+    theirs = _numbers(expected)
+    return {name: _distance(mine, theirs[name]) for name, mine in _numbers(found).items()}
+
+
+def _numbers(outcome: Outcome) -> dict[str, Tensor]:
+    found = {"the loss": outcome.loss}
+    found |= {f"buffer {name}": buffer for name, buffer in outcome.buffers.items()}
+    return found | {
+        f"the gradient of {name}": gradient
+        for name, gradient in outcome.gradients.items()
+        if gradient is not None
+    }
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _distance(mine: Tensor, other: Tensor) -> float:

@@ -47,6 +47,7 @@ def main() -> None:
     sweeping.add_argument("--family-gib", type=float, default=4, help="what one family may hold")
     sweeping.add_argument("--layers", type=int, default=2, help="of the small members")
     sweeping.add_argument("--budgets", default=f"{PART},{LOWEST}", help=f"{PART} alone is quicker")
+    sweeping.add_argument("--deterministic", action="store_true", help="kernels, where there are such")
     sweeping.add_argument("--mend", action="store_true", help="rows of other commits only if they failed")
     tabling = commands.add_parser("table")
     tabling.add_argument("--rows", type=Path, required=True)
@@ -64,7 +65,7 @@ def sweep(chosen: argparse.Namespace) -> None:
     rows: dict[str, Any] = document["rows"]
     names = chosen.only.split(",") if chosen.only else families()[: chosen.sample]
     missing = [name for name in names if name not in rows or _again(rows[name], chosen)]
-    wanted = Wanted(device(), chosen.layers, tuple(chosen.budgets.split(",")))
+    wanted = Wanted(device(), chosen.layers, tuple(chosen.budgets.split(",")), chosen.deterministic)
     limits = Limits(chosen.family_seconds, chosen.family_gib)
     deadline = time.monotonic() + chosen.seconds
     for row in rows_of(missing, chosen.jobs, wanted, limits, lambda: time.monotonic() < deadline):

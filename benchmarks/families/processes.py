@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+
 from benchmarks.families.trial import Row, Wanted, tried
 
 _IMPORTED = ["torch._dynamo", "transformers", "lowtide.planner.ladder", "benchmarks.families.trial"]
@@ -76,6 +78,9 @@ def _alone(family: str, wanted: Wanted, limits: Limits, telling: Connection) -> 
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     limits.impose(wanted.device)
+    if wanted.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.deterministic = True
     tried(family, wanted, telling.send)
 
 

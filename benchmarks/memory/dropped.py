@@ -131,7 +131,8 @@ def table(document: dict[str, Any]) -> str:
         f"`{document['machine']['command']}`",
         "",
         "Under bf16 autocast, the class local to a function; MiB that are allocated after each model has "
-        "gone, beside what was there before the first of its row.",
+        "gone, beside what was there before the first of its row. Not planned: what the libraries keep for "
+        "themselves, cuBLAS's workspaces above all.",
         "",
         "| model | way | " + " | ".join(f"after {n + 1}" for n in range(TIMES)) + " |",
         "|---|---|" + "---:|" * TIMES,

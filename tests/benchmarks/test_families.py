@@ -12,7 +12,7 @@ import pytest
 import torch
 from benchmarks.families import families, processes, report
 from benchmarks.families.batches import mean_square
-from benchmarks.families.equality import TO_THE_BIT, Laboratory, compared
+from benchmarks.families.equality import TO_THE_BIT, Laboratory, compared, distances
 from benchmarks.families.trial import LOWEST, PART
 from torch import nn
 
@@ -50,6 +50,20 @@ def test_what_differs_is_named() -> None:
     assert compared(replace(first, draws=(0.0,)), first).startswith("wrong: the random numbers")
     last_bit = replace(first, loss=first.loss * (1 + 2e-7))
     assert compared(last_bit, first).startswith("to ")
+
+
+def test_numbers_of_kernels_that_add_up_in_any_order_may_be_as_far_apart_as_plain_steps_are() -> None:
+    first = laboratory().outcome()
+    apart = replace(first, loss=first.loss * 1.03)
+    spread = distances(replace(first, loss=first.loss * 1.01), first)
+    assert spread["the loss"] == pytest.approx(0.01, rel=1e-4)
+    assert not any(each for name, each in spread.items() if name != "the loss")
+    assert compared(apart, first, spread=spread) == "to 3e-02: the loss"
+    assert compared(replace(first, loss=first.loss * 1.05), first, spread=spread).startswith(
+        "wrong: the loss"
+    )
+    other = {**first.gradients, "0.weight": torch.ones(4, 3)}
+    assert compared(replace(first, gradients=other), first, spread=spread).startswith("wrong: the gradient")
 
 
 # Processes --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import transformers.utils.import_utils as utilities
 from torch import nn
 from torch._dynamo import convert_frame
 from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
@@ -29,6 +30,7 @@ from lowtide.cli.quiet import undisturbed
 from lowtide.compat.composites import _taken_apart, as_they_run
 from lowtide.compat.dynamo_frames import Backends
 from lowtide.compat.fake_kernels import as_kernels_do
+from lowtide.compat.fake_layouts import laid_out_as_kernels_do
 from lowtide.compat.loggers import FAKE_KERNELS
 from lowtide.compat.patches import Patch, active, patched
 from lowtide.compat.views import views_as_they_run
@@ -159,8 +161,13 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
     ),
     "compat/fake_kernels": (
         as_kernels_do,
-        ((torch._meta_registrations, "_meta_grouped_mm_common"), (torch.utils, "swap_tensors")),
+        (
+            (torch._meta_registrations, "_meta_grouped_mm_common"),
+            (torch.utils, "swap_tensors"),
+            (FakeTensorMode, "dispatch"),
+        ),
     ),
+    "compat/fake_layouts": (laid_out_as_kernels_do, ((FakeTensorMode, "dispatch"),)),
     "cost/cuda_rules": (cuda_rules, ON_CUDA),
     "distributed/fsdp": (
         lambda: _ShardedRecorder._storages_watched(_ShardedRecorder([nn.ReLU()], None, None)),

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch._meta_registrations
 
+from lowtide.compat.fake_layouts import laid_out_as_kernels_do
 from lowtide.compat.patches import patched
 from lowtide.compat.private import Private
 from lowtide.compat.tensors import key_of_storage
@@ -30,6 +31,7 @@ _scaled_or_not = torch._meta_registrations._meta_grouped_mm_common
 def as_kernels_do() -> Iterator[None]:
     """While the block runs, fake ops take what the real ones take, and return what these return."""
     with (
+        laid_out_as_kernels_do(),
         patched(
             torch._meta_registrations,
             "_meta_grouped_mm_common",

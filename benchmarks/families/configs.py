@@ -52,6 +52,8 @@ _NARROW: tuple[tuple[re.Pattern[str], int], ...] = (
 _EVERYWHERE: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$|^moe_num_experts$"), 4),
     (re.compile(r"^(num_experts_per_(tok|token)|moe_topk|moe_k|top_k_experts)$"), 2),
+    (re.compile(r"^(attn|expert)_layer_period$"), 2),  # of two layers the second has attention, or experts
+    (re.compile(r"^(attn|expert)_layer_offset$"), 1),
     (re.compile(r"^(n_group|num_expert_group|topk_group|first_k_dense_replace|n_shared_experts)$"), 1),
 )
 _TOKEN = re.compile(r"_token_(id|index)$|^(image|video|audio)_token$")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -543,6 +546,15 @@ def test_an_op_that_would_take_too_long_is_extrapolated_too(
     assert [op.workspace_bytes for op in ops_called(quick, "convolution")] == [
         op.workspace_bytes for op in ops_called(patient, "convolution")
     ]
+
+
+def test_seconds_that_other_processes_take_are_not_those_of_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall = itertools.count(0.0, 60.0)
+    clocks = SimpleNamespace(perf_counter=lambda: next(wall), process_time=time.process_time)
+    monkeypatch.setattr("lowtide.cost.op_bench.time", clocks)
+    (cost,) = measure_calls([call_to("aten.relu.default", (16, 8), (16, 8))], CPU)
+    assert isinstance(cost, Cost)
+    assert cost.seconds < 1
 
 
 def test_an_extrapolated_cost_is_measured_again_once_the_caps_allow_it(

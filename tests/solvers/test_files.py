@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import BadFile, MalformedGraph
-from lowtide.ir.assumptions import Finding, NoGradient
+from lowtide.ir.assumptions import Finding, NoGradient, UseByUse
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Signs, Symbol
 from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step, straight
 from lowtide.ir.validate import validate
@@ -118,7 +118,7 @@ def oddities() -> Graph:
             origin=Origin.EAGER,
             profiled_on="NVIDIA H200",
             notes=("a guess", ""),
-            assumptions=(Finding.UNPACKED, NoGradient(graph=0, output=13)),
+            assumptions=(Finding.UNPACKED, NoGradient(graph=0, output=13), UseByUse(graph=2, input=5)),
         )
     )
 
@@ -154,6 +154,7 @@ def test_what_is_written_is_pure_json_and_says_what_it_is(tmp_path: Path) -> Non
     assert document["graph"]["assumptions"] == [
         "transformers: sequences are not packed, and that does not depend on the batch",
         "no gradient enters output 13 of graph 0",
+        "input 5 of graph 2 enters once for each use",
     ]
     assert document["graph"]["ops"][0]["args"][6:9] == [{"float": "inf"}, {"float": "-inf"}, {"float": "nan"}]
 

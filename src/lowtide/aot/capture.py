@@ -25,7 +25,7 @@ from lowtide.compat.dynamo import uncompiled
 from lowtide.compat.patches import patched
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotApply, CannotCapture, LowtideError
-from lowtide.ir.assumptions import Assumption, Guess, NoGradient
+from lowtide.ir.assumptions import Assumption, Guess, NoGradient, UseByUse
 from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, StepName, assigned_name, gradient_name
 from lowtide.trace.fakes import Resident, Twins, faked, stage
 from lowtide.trace.graph_builder import GraphBuilder
@@ -38,6 +38,7 @@ from lowtide.trace.step import NOTHING_TO_TRAIN, Example, Loss, carried_loss, de
 from lowtide.trace.user_lines import current_line, line_read
 
 aten = torch.ops.aten
+_OF_GRAPHS = (NoGradient, UseByUse)  # what is found out by a capture, for the next one
 _WRITES = (aten.copy_.default, aten.add_.Tensor)  # how captured graphs update buffers
 _Run = Callable[[Any, nn.Module, Loss | None, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
 
@@ -103,10 +104,11 @@ def capture_forward(
     What the model's own hooks do, and the loss, runs eagerly, and is written down as such. `assumptions`
     are those of a dry run of the same step. The graphs as they are taken apart are left in `spares`.
 
-    Which outputs get no gradient is found out by capturing the step, which is then captured anew. Those that
-    got none for other inputs are `expected` to get none: that saves the first time, where it is so.
+    Which outputs get no gradient, and which inputs several graphs use, is found out by capturing the step,
+    which is then captured anew. What was found for other inputs is `expected`: that saves the first time,
+    where it is so.
     """
-    taken = tuple(dict.fromkeys((*assumptions, *(each for each in expected if isinstance(each, NoGradient)))))
+    taken = tuple(dict.fromkeys((*assumptions, *(each for each in expected if isinstance(each, _OF_GRAPHS)))))
     captured = partial(_capture, model, example, loss, device, name, _step_around_forward)
     try:
         graph = captured(taken, spares)
@@ -115,7 +117,7 @@ def capture_forward(
             raise
         taken = tuple(assumptions)
         graph = captured(taken, spares)
-    if any(isinstance(found, NoGradient) for found in graph.assumptions):
+    if any(isinstance(found, _OF_GRAPHS) and found not in taken for found in graph.assumptions):
         taken = (*taken, *graph.assumptions)
         graph = captured(taken, spares)
     return replace(graph, assumptions=tuple(dict.fromkeys((*taken, *graph.assumptions))))
@@ -325,8 +327,8 @@ class _GraphRecorder(Recorder):
         self.builder.notes.update(self.sections.notes)
         graph = self._held.in_graph(self.builder.finish(value for _, value in self.alive()))
         # On another path an output that got no gradient on this one may get one.
-        found: tuple[Assumption, ...] = self.guesses.made or tuple(self.sections.found_gradientless())
-        return replace(graph, assumptions=found)
+        gradientless: tuple[Assumption, ...] = self.guesses.made or tuple(self.sections.found_gradientless())
+        return replace(graph, assumptions=(*gradientless, *self.sections.entries.found()))
 
     def _add_assigned_buffers(self) -> None:
         """What the step leaves in place of a buffer, where that is another tensor, is a result of it."""

@@ -20,6 +20,7 @@ from lowtide.aot.halves import Halves, identity, results_of
 from lowtide.aot.mark import Mark
 from lowtide.aot.unused_draws import draw_once, name_results_of_unused_draws
 from lowtide.aot.unused_outputs import cut_off
+from lowtide.aot.use_by_use import enter_use_by_use
 from lowtide.compat.composites import as_they_run
 from lowtide.compat.dynamo import Run, aot_autograd, boxed, default_partition, drawing_as_eager
 from lowtide.compat.views import views_as_they_run
@@ -71,11 +72,18 @@ class CapturedGraph(ABC):
         return self.apart.halves
 
     def compile(
-        self, module: fx.GraphModule, inputs: Sequence[Any], gradientless: Sequence[int] = ()
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        gradientless: Sequence[int] = (),
+        use_by_use: Sequence[int] = (),
     ) -> Callable[..., Any]:
-        """What Dynamo is to call in place of `module`, of whose outputs `gradientless` get no gradient."""
-        self._apart = TakenApart(self, identity(module, gradientless))
-        return self._apart.compile(module, inputs, gradientless)
+        """What Dynamo is to call in place of `module`.
+
+        Of its outputs `gradientless` get no gradient, and its inputs `use_by_use` enter once for each use.
+        """
+        self._apart = TakenApart(self, identity(module, gradientless, use_by_use))
+        return self._apart.compile(module, inputs, gradientless, use_by_use)
 
     def compile_as(self, apart: TakenApart) -> Callable[..., Any]:
         """The same for a graph that another backend has compiled, which is done with it."""
@@ -99,7 +107,11 @@ class TakenApart:
         self.call: Callable[..., Any] | None = None
 
     def compile(
-        self, module: fx.GraphModule, inputs: Sequence[Any], gradientless: Sequence[int]
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        gradientless: Sequence[int],
+        use_by_use: Sequence[int],
     ) -> Callable[..., Any]:
         """What Dynamo is to call."""
         compile_ = aot_autograd(
@@ -109,7 +121,12 @@ class TakenApart:
             keep_inference_input_mutations=True,  # updates of buffers become ops of the forward
         )
         with drawing_as_eager(), as_they_run(), views_as_they_run(viewed):
-            self.call = cut_off(module, gradientless, lambda: compile_(module, inputs))
+            self.call = enter_use_by_use(
+                module,
+                inputs,
+                use_by_use,
+                lambda module, inputs: cut_off(module, gradientless, lambda: compile_(module, inputs)),
+            )
         return self.call
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:

@@ -53,12 +53,16 @@ class Halves:
         return [] if self.backward is None else results_of(self.backward)
 
 
-def identity(module: fx.GraphModule, gradientless: Sequence[int]) -> str | None:
-    """Tells one of Dynamo's graphs from others: what it does with what, and which outputs get no gradient.
+def identity(
+    module: fx.GraphModule, gradientless: Sequence[int], use_by_use: Sequence[int] = ()
+) -> str | None:
+    """Tells one of Dynamo's graphs from others: what it does with what, and what is done with it.
+
+    That is which outputs get no gradient, and which inputs enter once for each use.
 
     None where that cannot be told: there are tensors or graphs inside of it.
     """
-    lines = [f"{list(gradientless)}"]
+    lines = [f"{list(gradientless)} {list(use_by_use)}"]
     storages: dict[int, int] = {}
     for node in module.graph.nodes:
         if node.op in ("get_attr", "call_module"):

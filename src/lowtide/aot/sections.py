@@ -25,6 +25,7 @@ from lowtide.aot.graph_backend import CapturedGraph, TakenApart
 from lowtide.aot.halves import module_stack
 from lowtide.aot.mark import Mark
 from lowtide.aot.unused_outputs import differentiable_outputs, gradientless
+from lowtide.aot.use_by_use import Entries, inputs_use_by_use
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import CHATTY_LOGGERS, configured, graph_breaks
 from lowtide.compat.dynamo_caches import forget_compiled, forget_tracing
@@ -195,6 +196,7 @@ class Sections:
         self.is_zero = is_zero
         self.returned = returned
         self.here: Spot | None = None
+        self.entries = Entries()
         self.graphs: list[_WalkedGraph] = []
         self.notes: dict[str, None] = {}
         self.count = 0
@@ -214,7 +216,12 @@ class Sections:
         """Capture one of Dynamo's graphs."""
         graph = _WalkedGraph(self, differentiable_outputs(module))
         self.graphs.append(graph)
-        return graph.compile(module, inputs, gradientless(self.assumptions, len(self.graphs) - 1))
+        number, assumptions = len(self.graphs) - 1, self.assumptions
+        watched = self.entries.watch(number, module)
+        call = graph.compile(
+            module, inputs, gradientless(assumptions, number), inputs_use_by_use(assumptions, number)
+        )
+        return watched(call)
 
     def taken_apart(self) -> list[TakenApart]:
         """The graphs, for a backend that is to run them now. This one is done with them."""

@@ -36,7 +36,7 @@ class Caps:
     """What a profile may take: bytes for one op's tensors, and seconds for one run of one op."""
 
     op_bytes: int
-    op_seconds: float = 0.25
+    op_seconds: float = 1.0  # a step takes as long, and workspaces of oneDNN do not grow along a line
 
 
 def default_cache_path() -> Path:

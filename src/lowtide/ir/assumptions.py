@@ -25,6 +25,17 @@ class NoGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class UseByUse:
+    """An input of one of those graphs enters it once for each use: graphs that run later use it too."""
+
+    graph: int
+    input: int
+
+    def __str__(self) -> str:
+        return f"input {self.input} of graph {self.graph} enters once for each use"
+
+
+@dataclass(frozen=True, slots=True)
 class Guess:
     """A number that exists only when the step runs; the path is the one for `number`."""
 
@@ -35,4 +46,4 @@ class Guess:
         return f"taken to be {self.number}: {self.line}"
 
 
-Assumption: TypeAlias = Finding | NoGradient | Guess
+Assumption: TypeAlias = Finding | NoGradient | UseByUse | Guess

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TypeVar
 
-from lowtide.ir.assumptions import Assumption, Finding, Guess, NoGradient
+from lowtide.ir.assumptions import Assumption, Finding, Guess, NoGradient, UseByUse
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Signs, Symbol, Tensor, Value
 from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step
 from lowtide.text.documents import SCHEMA, Json, Reader, Unexpected
@@ -16,6 +16,9 @@ from lowtide.text.documents import SCHEMA, Json, Reader, Unexpected
 T = TypeVar("T")
 _NO_GRADIENT = re.compile(
     r"no gradient enters output (?P<output>\d{1,9}) of graph (?P<graph>\d{1,9})", re.ASCII
+)
+_USE_BY_USE = re.compile(
+    r"input (?P<input>\d{1,9}) of graph (?P<graph>\d{1,9}) enters once for each use", re.ASCII
 )
 _GUESS = re.compile(r"taken to be (?P<number>[^:]+): (?P<line>.+)", re.DOTALL)
 NEWEST_SCHEMA = 2  # of documents with a schedule
@@ -173,6 +176,8 @@ def _assumption_from_json(entry: Reader) -> Assumption:
     text = entry.of(str)
     if found := _NO_GRADIENT.fullmatch(text):
         return NoGradient(output=int(found[1]), graph=int(found[2]))
+    if found := _USE_BY_USE.fullmatch(text):
+        return UseByUse(input=int(found["input"]), graph=int(found["graph"]))
     if found := _GUESS.fullmatch(text):
         return Guess(found["number"], found["line"])
     return entry.choice(Finding)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules import module as of_all_modules
 
 import lowtide
-from lowtide.errors import CannotApply
+from lowtide.errors import BadRequest, CannotApply
 from tests.helpers.eager import assert_step_like, mean_square
 
 X = torch.randn(3, 8)
@@ -286,3 +286,56 @@ def test_a_buffer_may_be_assigned_to_itself() -> None:
         assert parameter.grad is not None
         assert gradient is not None
         assert torch.equal(parameter.grad, gradient)
+
+
+# What else reads a forward --------------------------------------------------------------------------------
+
+
+def by_layers() -> nn.Module:
+    return lowtide.optimize(network(), (X,), method="every-k", loss=mean_square, profile=False)
+
+
+def by_ops() -> nn.Module:
+    return planned(network())
+
+
+@pytest.mark.parametrize("make", [by_layers, by_ops])
+def test_what_is_exported_is_the_model_without_its_plan(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    exported = torch.export.export(model, (X,)).module()
+    assert torch.equal(exported(X), model(X))
+
+
+def test_a_forward_that_cannot_be_read_is_refused_by_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(CannotApply, match=r"torch\.jit wants .* Take the plan off first"):
+            torch.jit.script(by_layers())
+
+
+def test_a_plan_stays_at_work_where_torch_compile_has_the_model() -> None:
+    graphs = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
+
+    model, plain = by_ops(), network()
+    for forward in (torch.compile(model, backend=backend), plain):
+        mean_square(forward(X)).backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert torch.equal(mine.grad, other.grad)
+    assert not graphs
+
+
+def test_what_torch_compile_has_is_not_planned() -> None:
+    alone = network()
+    alone.compile(backend="eager")
+    wrapped: Any = torch.compile(network(), backend="eager")
+    for compiled in (wrapped, alone):
+        with pytest.raises(BadRequest, match=r"this Sequential is compiled by torch\.compile"):
+            lowtide.optimize(compiled, (X,), budget="min", loss=mean_square)
+        with pytest.raises(BadRequest, match=r'torch\.compile\(model, backend="lowtide"'):
+            lowtide.plan(compiled, (X,), loss=mean_square)

@@ -49,6 +49,7 @@ PRIVATE = (
     Private(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod", "the module that torch.compile has wrapped"
     ),
+    Private("torch.nn.Module._compiled_call_impl", "what a module's own compile method has made of it"),
     Private(
         "torch._functorch._aot_autograd.utils.make_boxed_func._boxed_call",
         "marks a function that AOTAutograd is to hand its arguments in a list",
@@ -134,6 +135,11 @@ def is_to_be_differentiated() -> bool:
         if frame is not None and frame.f_code.co_name == "_double_backward":
             return True
     return False
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has `model`, or its own compile method was called."""
+    return uncompiled(model) is not model or model._compiled_call_impl is not None
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

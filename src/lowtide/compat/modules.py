@@ -28,9 +28,11 @@ PRIVATE = (
     Private("torch.nn.Module._replicate_for_data_parallel._is_replica", "marks what DataParallel has made"),
     Private("torch.nn.modules.batchnorm._NormBase", "the class of all that keep running statistics"),
     Private("torch.nn.Module._modules", "its submodules: not swapped for fakes with its attributes"),
+    Private("torch._jit_internal.get_torchscript_modifier", "asks a forward what torch.jit may do with it"),
 )
 
 TENSORS_AND_SUBMODULES = ("_parameters", "_buffers", "_modules")  # what a module keeps these in
+ASKED_BY_JIT = "_torchscript_modifier"  # an attribute of functions that nobody else asks for
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # what every module has, whatever its class
 
 

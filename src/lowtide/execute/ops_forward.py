@@ -23,7 +23,7 @@ from torch import nn
 
 from lowtide.aot.graph_backend import Spares
 from lowtide.compat.ddp import let_go_of_old_buckets
-from lowtide.compat.modules import is_replica, module_being_called
+from lowtide.compat.modules import ASKED_BY_JIT, is_replica, module_being_called
 from lowtide.compat.undo import undone
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute.circumstances import circumstances
@@ -35,6 +35,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Solution | GraphSolution]
 ON_NEW_INPUTS = ("warn", "error", "ignore")
 _FORWARD = "forward"
+_OF_FUNCTIONS = ("__closure__", "__code__", "__defaults__", "__globals__", "__kwdefaults__", "__name__")
 
 
 def reroute(
@@ -160,7 +161,10 @@ class _Route:
         self._courses: dict[tuple[str, ...], Course] = {}
         self._told: set[str] = set()
 
+    @torch.compiler.disable(reason="it runs by a plan: lowtide.remove(model)")  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():  # what is exported has no backward
+            return self.__wrapped__(*args, **kwargs)
         model, called = self.model, module_being_called()
         if called is not None and called is not model and self._is_copy(called):
             return self._for_copy(called)(*args, **kwargs)
@@ -176,6 +180,25 @@ class _Route:
     def model(self) -> nn.Module | None:
         """The model that this is for, as long as there is one."""
         return self._model()
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward without a plan: what `inspect`, and all that read source code, are to look at."""
+        model = self.model
+        if model is None:
+            raise AttributeError("the model is gone")
+        return self._plain(model)
+
+    def __getattr__(self, name: str) -> Any:
+        """What functions have, `__code__` say: torch.export asks forwards for it."""
+        if name in _OF_FUNCTIONS:
+            return getattr(self.__wrapped__, name)
+        if name == ASKED_BY_JIT:
+            raise CannotApply(
+                "torch.jit wants a forward whose source code it can read, and this model's runs by a plan. "
+                "Take the plan off first, lowtide.remove(model), or use torch.export."
+            )
+        raise AttributeError(f"the forward of a planned model has no {name}")
 
     def take_over(self, before: _Route) -> None:
         """Go on with what was compiled for an earlier plan of the same graphs: only the schedule is new."""

@@ -14,6 +14,7 @@ from torch import nn
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.step_graph import check_accumulation
 from lowtide.chain.cuts import Granularity
+from lowtide.compat.dynamo import is_compiled, uncompiled
 from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, PlanDisagrees
 from lowtide.execute.apply import remove
@@ -96,6 +97,7 @@ def plan(
         BadRequest: the model cannot be cut, or an argument makes no sense.
         CannotTrace: the dry run cannot follow the step.
     """
+    _refuse_compiled(model)
     asked = Budget.parse(budget)
     method = method or default_method(asked)
     chosen = at_effort(method, effort)
@@ -158,6 +160,7 @@ def optimize(
     """
     if on_new_shape not in ON_NEW_SHAPE:
         raise BadRequest(f"on_new_shape is {on_new_shape!r}; it is one of {', '.join(ON_NEW_SHAPE)}.")
+    _refuse_compiled(model)
     check_optimizer(optimizer)
     asked = Budget.parse(budget)
     method = method or default_method(asked)
@@ -199,6 +202,15 @@ def optimize(
     again = _Again(spec_of, granularity, modules, chosen, asked, to_verify=verify)
     solution = None if example is None else again(model, *arguments(example))
     return reroute(model, solution, on_new_inputs=on_new_inputs, replan=again, of_layers=True)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    if is_compiled(model):
+        raise BadRequest(
+            f"this {type(uncompiled(model)).__name__} is compiled by torch.compile, and nobody can plan what "
+            "compiled code holds. Plan the model without it, or have torch.compile plan: "
+            'torch.compile(model, backend="lowtide", options={"budget": "8GiB"}).'
+        )
 
 
 def _tell(remark: str, stacklevel: int) -> None:

@@ -24,7 +24,7 @@ from lowtide.compat.undo import undone
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import Origin, Role
 from lowtide.trace.graph_builder import GraphBuilder
-from lowtide.trace.put_back import random_streams, restorer
+from lowtide.trace.put_back import caches, random_streams, restorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def faked(
     modules = {id(m): (path, m) for model in models for path, m in model.named_modules()}
     undo = [restorer(module) for _, module in modules.values()]
     undo += [restorer(thing) for thing in (*others, *([optimizer] if optimizer is not None else []))]
-    undo.append(random_streams())
+    undo += [caches(module for _, module in modules.values()), random_streams()]
 
     def put_back() -> None:
         for restore in undo:

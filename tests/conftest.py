@@ -19,11 +19,12 @@ settings.register_profile("quick", settings.get_profile("full"), max_examples=15
 settings.load_profile("full")
 
 
-def pytest_collection_finish() -> None:
-    """Take what the imported modules hold out of the garbage collector's sight.
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_out_of_sight() -> None:
+    """Take what modules and caches hold by now out of the garbage collector's sight.
 
-    Tests that measure collect garbage first, and look through everything alive for tensors: a third of
-    their time went into the objects of torch and transformers, which stay anyway.
+    Tests that measure, plan or compile collect garbage, and look through everything alive for tensors: most
+    of their time went into the objects of torch, transformers and lightning, which stay anyway.
     """
     gc.collect()
     gc.freeze()

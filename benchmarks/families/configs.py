@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 WORDS = 512
@@ -62,12 +63,22 @@ Shrink = Callable[[str, Any], Any]
 
 
 def ways(kind: Any, layers: int) -> Iterator[tuple[str, Any]]:
-    """Small configurations of this class, each with what was made small about it."""
+    """Small configurations of this class, each with what was made small about it.
+
+    At last without a cache of keys and values, which some layers alone cannot make.
+    """
     for name, shrink in (("narrow", _narrow), ("an eighth", _eighth), ("shallow", _shallow)):
         try:
             yield name, _shrunk(kind(), partial(shrink, layers))
         except Exception:  # noqa: BLE001  a foreign class may object to its sizes in any way
             continue
+    try:
+        uncached = _shrunk(kind(), partial(_narrow, layers))
+    except Exception:  # noqa: BLE001  as above
+        return
+    if hasattr(uncached, "use_cache"):
+        uncached.use_cache = False
+        yield "narrow, without a cache", uncached
 
 
 def _shrunk(usual: Any, shrink: Shrink) -> Any:
@@ -75,7 +86,9 @@ def _shrunk(usual: Any, shrink: Shrink) -> Any:
     fields = {name: getattr(usual, name) for name in _settable(usual) if hasattr(usual, name)}
     changed: dict[str, Any] = {}
     for name, value in fields.items():
-        if hasattr(value, "model_type"):
+        if getattr(value, "model_type", None) == "timm_backbone":
+            changed[name] = _backbone(len(value.out_indices or [1]))
+        elif hasattr(value, "model_type"):
             changed[name] = _shrunk(value, shrink)
         elif (small := shrink(name, value)) != value:
             changed[name] = small
@@ -87,6 +100,13 @@ def _shrunk(usual: Any, shrink: Shrink) -> Any:
     if getattr(usual, "is_encoder_decoder", False) and getattr(usual, "decoder_start_token_id", 0) is None:
         changed["decoder_start_token_id"] = 0
     return type(usual)(**changed)
+
+
+def _backbone(maps: int) -> Any:
+    """A small ResNet that hands on its last `maps` feature maps, in place of a backbone of timm's."""
+    stages = [f"stage{stage}" for stage in range(5 - min(maps, 4), 5)]
+    kind = import_module("transformers").ResNetConfig
+    return kind(embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[1] * 4, out_features=stages)
 
 
 def _cut_lists(fields: Mapping[str, Any], changed: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown", help="of the code, to be written down")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--way", help=f"one of {', '.join(WAYS)}")
-    parser.add_argument("--budget", help=f"one of {', '.join(BUDGETS)}")
+    parser.add_argument("--budget", help=f"one of {', '.join(BUDGETS)}".replace("%", "%%"))
     parser.add_argument("--all", action="store_true", help="every way and budget for each seed")
     parser.add_argument("--seconds", type=float, default=180, help="that one trial may take")
     parser.add_argument("--shrink", action="store_true", help="make each that fails as small as can be")

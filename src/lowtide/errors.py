@@ -100,6 +100,9 @@ class NotDifferentiable(BadRequest):
         super().__init__(f"cannot differentiate op {op} ({label}): {reason}. {advice}")
 
 
+RAISE_OR_CUT = "Raise the budget to at least that, shrink the batch, or cut the model finer."
+
+
 class InfeasibleBudget(BadRequest):
     """No plan that the method can make stays within the budget."""
 
@@ -109,7 +112,7 @@ class InfeasibleBudget(BadRequest):
         budget_bytes: int,
         least_bytes: int,
         needed_by: str,
-        advice: str = "Raise the budget to at least that, shrink the batch, or cut the model finer.",
+        advice: str = RAISE_OR_CUT,
     ) -> None:
         self.method = method
         self.budget_bytes = budget_bytes

@@ -29,7 +29,7 @@ def traced(model: nn.Module, *args: torch.Tensor) -> RecordedStep:
 
 
 def as_step(trace: Trace) -> RecordedStep:
-    return RecordedStep(trace.graph, trace.schedule, trace.calls, trace.forward_ops)
+    return RecordedStep(trace.graph, trace.schedule, trace.calls, trace.forward_ops, trace.closed)
 
 
 def from_zoo(name: str, **sizes: int) -> RecordedStep:

@@ -42,6 +42,21 @@ def test_a_layer_is_recomputed_once_for_every_segment_around_it() -> None:
     assert NESTED.recomputed_layers() == 3 + 8 + 3 + 1 + 1
 
 
+@pytest.mark.parametrize(
+    ("layers", "left"),
+    [
+        ({9}, "[1-6 [1-3][5-6]][8-8]"),
+        ({1}, "[2-6 [2-3][5-6]][8-8]"),
+        ({2, 8}, "[1-1 [1-1]][3-6 [3-3][5-6]]"),
+        ({4}, "[1-3 [1-3]][5-6 [5-6]][8-8]"),
+        ({5, 6}, "[1-4 [1-3]][8-8]"),
+        (set(range(1, 9)), "keep all"),
+    ],
+)
+def test_a_plan_without_some_layers_recomputes_the_others_as_before(layers: set[int], left: str) -> None:
+    assert str(Plan.read("[1-6 [1-3][5-6]][8-8]").without(layers)) == left
+
+
 def test_extra_seconds_are_those_of_the_layers_in_segments() -> None:
     chain = Chain.from_sizes([1] * 5, forward_seconds=[1, 2, 4, 8])
     assert Plan().extra_seconds(chain) == 0

@@ -695,12 +695,12 @@ class Checkpointed(nn.Module):
         return x
 
 
-def test_a_segment_cannot_begin_inside_another_checkpoint() -> None:
+def test_a_segment_does_not_begin_inside_another_checkpoint() -> None:
     work = Work(Checkpointed(), (torch.randn(4, 8),), square)
     rehearsal = work.rehearsal()
-    chain = rehearsal.chain("block")
+    assert len(rehearsal.chain("fine")) == 1
     with pytest.raises(CannotApply, match="already decides what is saved"):
-        rehearsal.confirmed(solution_of(chain, Plan.at([2])))
+        rehearsal.confirmed(solution_of(rehearsal.chain("fine"), Plan.at([1])))
     assert saving_hooks() is None
 
 

@@ -201,6 +201,25 @@ class SwitchesAround(Body):
             return torch.tanh(x.float() @ torch.ones(8, 8) * scale)
 
 
+class EvaluatesItsNorm(Body):
+    """Its statistics are read, though it was in training when the forward began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Evaluated() for _ in range(4))
+
+
+class Evaluated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        assert self.norm.running_mean is not None
+        self.norm.running_mean.fill_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm.eval()(self.linear(x))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -211,6 +230,7 @@ class SwitchesAround(Body):
         KeepingLayers,
         ReassignedBetween,
         RereadStatistics,
+        EvaluatesItsNorm,
     ],
 )
 def test_what_a_model_keeps_is_changed_once_and_seen_as_it_was(make: type[Body]) -> None:
@@ -226,6 +246,42 @@ def test_a_buffer_that_is_changed_before_the_backward_is_refused_and_not_read() 
         model.get_parameter("layers.0.weight").add_(1)
     with pytest.raises(CannotApply, match="was changed in place between the forward that used it"):
         loss.backward()
+
+
+class ChangesItsInput(Body):
+    """Before its layers, or within the first of them."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layers[0], self.where = InPlace(where), where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(0.5) if self.where == "model" else x)
+
+
+class InPlace(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(8, 8), where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.add_(1.0) if self.where == "layer" else x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("where", ["model", "layer"])
+def test_a_batch_that_the_model_changes_in_place_is_changed_once_and_seen_as_it_was(where: str) -> None:
+    chain = Rehearsal(ChangesItsInput(where), (X.clone(),), square, profile=False).chain("fine")
+    for plan in plans(len(chain)):
+        plain, model = ChangesItsInput(where), ChangesItsInput(where)
+        apply(model, solution_of(chain, plan))
+        batch, changed = X.clone(), X.clone()
+        square(plain(batch)).backward()
+        square(model(changed)).backward()
+        remove(model)
+        assert torch.equal(batch, changed)
+        assert not torch.equal(batch, X)
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert are_same(one.grad, other.grad), f"{plan}"
 
 
 # Other paths ----------------------------------------------------------------------------------------------

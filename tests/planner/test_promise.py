@@ -68,3 +68,11 @@ def test_the_lowest_peak_is_tried_last_and_refused_if_it_promises_too_much() -> 
     )
     with pytest.raises(InfeasibleBudget, match="no plan of rotor"):
         solved_within(below, solved, lambda solution: solution.peak_bytes, refusal)
+
+
+def test_no_less_than_nothing_is_asked_for() -> None:
+    def solved(aim: int | None) -> Solution:
+        return solve(CHAIN, "rotor", aim)
+
+    with pytest.raises(InfeasibleBudget, match="no plan of rotor"):
+        solved_within(CHAIN.base_bytes + 10**6, solved, lambda solution: 10**9, refusal)

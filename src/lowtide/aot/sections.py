@@ -158,7 +158,7 @@ class Eagerly(Attribution):
         """The module that the op now being dispatched belongs to."""
         if phase is not Phase.BACKWARD:
             path, _ = self._modules.running()
-            self._stack = [((path, self._modules.current_call(path)), 0)]
+            self.only((path, self._modules.current_call(path)))
         return super().place(phase)
 
 

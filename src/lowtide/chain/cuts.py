@@ -53,12 +53,13 @@ class Granularity(StrEnum):
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A dry run as cutting sees it: `calls` and `forward_ops` as in `lowtide.trace.dry_run.Trace`."""
+    """A dry run as cutting sees it: its parts are those of `lowtide.trace.dry_run.Trace`."""
 
     graph: Graph
     schedule: Schedule
     calls: Sequence[Call]
     forward_ops: Mapping[int, int]
+    closed: Collection[tuple[str, int]] = ()
 
     @cached_property
     def forward_end(self) -> int:
@@ -83,6 +84,11 @@ class RecordedStep:
             call for call in self.calls if call.module and root.first <= call.first < call.stop <= root.stop
         ]
         return tuple(sorted(found, key=lambda call: (call.first, -call.stop, call.module.count("."))))
+
+    @cached_property
+    def open_calls(self) -> tuple[Call, ...]:
+        """Those of the inner calls at which segments can begin and end."""
+        return tuple(call for call in self.inner_calls if (call.module, call.call) not in self.closed)
 
 
 class Cuts:
@@ -148,9 +154,7 @@ def _usable(step: RecordedStep, cuts: Cuts) -> list[int]:
     """The cuts at which a call begins or ends, one for each carrier: the first."""
     root = step.root
     places = sorted(
-        place
-        for place in _edges(step.inner_calls)
-        if place in cuts.carrier and root.first < place < root.stop
+        place for place in _edges(step.open_calls) if place in cuts.carrier and root.first < place < root.stop
     )
     first: dict[int, int] = {}
     for place in places:
@@ -185,7 +189,7 @@ def _blocks(step: RecordedStep, cuts: Cuts, usable: list[int]) -> list[int]:
     Numbered ones, elements of a list of modules, come first: what repeats is what people call a block,
     even if there are smaller modules within it at which one could cut.
     """
-    calls, root = step.inner_calls, step.root
+    calls, root = step.open_calls, step.root
     is_place = {root.first, root.stop, *cuts.carrier}
     candidates = [
         call
@@ -223,7 +227,7 @@ def _named(step: RecordedStep, cuts: Cuts, modules: Collection[str]) -> list[int
     for module in modules:
         if module not in called:
             raise BadRequest(f"the step calls no module '{module}', or nothing is computed in it.")
-        edges = _edges([call for call in step.inner_calls if call.module == module])
+        edges = _edges([call for call in step.open_calls if call.module == module])
         inside = {place for place in edges if step.root.first < place < step.root.stop}
         # An activation that works in place on the result of the module changes it: the cut is after that.
         places |= {

@@ -12,7 +12,7 @@ it. This is what nested non-reentrant checkpointing does, and every method's ans
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -73,6 +73,10 @@ class Plan:
             yield segment
             waiting.extend(segment.inside[::-1])
 
+    def without(self, layers: Container[int]) -> Plan:
+        """The same plan, except that those of `layers` (1 … n) are recomputed in none of its segments."""
+        return Plan(tuple(_without(self.segments, layers)))
+
     def recomputed_layers(self) -> int:
         """How many forwards of a layer the plan adds."""
         return sum(segment.stop - segment.start for segment in self.walk())
@@ -112,6 +116,17 @@ class Plan:
         if len(stack) != 1:
             raise BadRequest(f"'{text}' is not a plan: a bracket is not closed.")
         return cls(tuple(stack[0][2]))
+
+
+def _without(segments: Iterable[Segment], layers: Container[int]) -> Iterator[Segment]:
+    """What is left of `segments` between those layers."""
+    for segment in segments:
+        inside = tuple(_without(segment.inside, layers))
+        left = [layer for layer in range(segment.start + 1, segment.stop + 1) if layer in layers]
+        for start, end in pairwise([segment.start, *left, segment.stop + 1]):
+            if start < end - 1:
+                within = (each for each in inside if start <= each.start and each.stop < end)
+                yield Segment(start, end - 1, tuple(within))
 
 
 def _written(segment: Segment) -> str:

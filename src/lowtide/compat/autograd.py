@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
+from lowtide.compat.patches import patched
 from lowtide.compat.private import Private
 
 PRIVATE = (
@@ -67,6 +69,20 @@ def saved_by(node: Any) -> Iterator[tuple[str, object]]:
 def after_backward(call: Callable[[], None]) -> None:
     """Inside of a backward: have `call` called when it is over."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+@contextmanager
+def told_of_functions(tell: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, have `tell` called before every custom autograd function."""
+    own = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        tell()
+        return own.__get__(None, cls)(*args, **kwargs)
+
+    why = "no hook of PyTorch tells of them"
+    with patched(torch.autograd.Function, "apply", classmethod(apply), why=why, since="torch 2.11"):
+        yield
 
 
 def saving_hooks() -> object:

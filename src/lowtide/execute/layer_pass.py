@@ -124,14 +124,14 @@ class Pass:
 
     def _begin_unit(self, call: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._listen(None)
-        kept = None
+        kept, given = None, (args, kwargs)
         if self.open:
             self._check_undisturbed()
             args, kwargs = self.slots.written((args, kwargs))
             kept = self.state_of(call[0], module).before(self.slots.originals, self.draws)
         self.unit = _Running(call, args, kwargs, Surroundings.now(), kept)
-        touched = kept.tensors if kept is not None else self.slots.originals.among(module)
-        self._listen(Heard.WRITES if touched else None)
+        kept_ones = kept is not None and kept.tensors
+        self._listen(Heard.WRITES if kept_ones or self.slots.originals.among(module, given) else None)
 
     def leave(self, module: nn.Module, output: Any, error: BaseException | None = None) -> None:
         """The call of a module has ended, with an error perhaps."""
@@ -151,7 +151,7 @@ class Pass:
             state = self.state_of(unit.call[0], module)
             again = partial(state.run_again, module, unit.kept)
             if error is None:
-                state.check(unit.kept)
+                state.check(unit.kept, self.slots.originals)
             else:  # the model may go on without it
                 again = partial(_failing, again, type(error))
             fills = self.slots.fills(output)
@@ -182,6 +182,8 @@ class Pass:
         if place < self.reached:
             self._stray("it calls its modules in another order")
             return
+        if (self._ends(place) or self._begins(place)) and not self.open and self._is_disturbed():
+            return  # it begins when that is over
         self.reached = place
         if not self._ends(place) and not self._begins(place):
             return
@@ -211,6 +213,8 @@ class Pass:
             self._stray("what goes from one module to the next is larger than planned")
         if self.open:  # what the segment around this one cannot give again is held
             tensors = [tensor for tensor in tensors if self.slots.number(tensor) is not None]
+        else:  # the rest the model may change in place: it is seen as it was, like all that is not made here
+            tensors = [tensor for tensor in tensors if tensor.requires_grad]
         tape = Tape(self.slots.begin(tensors))
         if self.open:
             self.open[-1].tape.entries.append(tape)
@@ -220,9 +224,12 @@ class Pass:
     def _stray(self, how: str) -> None:
         self.stray = self.stray or how
 
+    def _is_disturbed(self) -> bool:
+        """Whether a part of the model that is running has decided anew what is saved."""
+        return saving_hooks() != (self.open[-1].hooks if self.open else self.ambient.hooks)
+
     def _check_undisturbed(self) -> None:
-        expected = self.open[-1].hooks if self.open else self.ambient.hooks
-        if saving_hooks() != expected:
+        if self._is_disturbed():
             raise CannotApply(
                 "a segment would begin or end inside a part of the model that already decides what is saved: "
                 "it is checkpointed by itself, or runs under saved_tensors_hooks. Switch that off "

@@ -17,6 +17,7 @@ from torch import nn
 
 from lowtide.compat.dispatch import is_plain_op, schema_of
 from lowtide.compat.tensors import storage_key, tensors_in, version_of
+from lowtide.compat.trees import tree_flatten
 from lowtide.errors import CannotApply
 
 _NORMS = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}  # what says that they write
@@ -77,9 +78,12 @@ class Originals:
     def __bool__(self) -> bool:
         return bool(self._of_storage)
 
-    def among(self, module: nn.Module) -> bool:
-        """Whether some of the buffers in a module are looked at by a stretch."""
-        return bool(self) and any(storage_key(buffer) in self._of_storage for buffer in module.buffers())
+    def among(self, module: nn.Module, arguments: Any) -> bool:
+        """Whether some of what a call of a module may write to is looked at by a stretch."""
+        if not self:
+            return False
+        given = (leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, torch.Tensor))
+        return any(storage_key(tensor) in self._of_storage for tensor in (*module.buffers(), *given))
 
     def before_writing(self, tensor: torch.Tensor) -> None:
         """`tensor` is about to be written to: copy what depends on it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,12 +66,16 @@ class Attributes:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a unit keeps, as its first run saw it; the tensors among it by where they are."""
+    """What a unit keeps, as its first run saw it; the tensors among it by where they are.
+
+    `evaluated` are the statistics of norms that were in training before the run, and not after it.
+    """
 
     attributes: Attributes
     tensors: list[tuple[Any, Any, Original]]
     parameters: list[tuple[dict[str, Any], str, Original]]
     streams: Streams
+    evaluated: dict[tuple[int, str], Original] = field(default_factory=dict)
 
 
 class UnitState:
@@ -118,7 +122,7 @@ class UnitState:
         things = (thing for *_, thing in attributes.things())
         return Kept(attributes, tensors, parameters, Streams(things, shared=draws))
 
-    def check(self, kept: Kept) -> None:
+    def check(self, kept: Kept, originals: Originals) -> None:
         """The first run is over. Raise if it has written to something that nobody has kept.
 
         A parameter that it wrote to (an embedding that is normed whenever it is read) is not looked at again.
@@ -131,6 +135,11 @@ class UnitState:
                     "it trains."
                 )
         kept.parameters[:] = [place for place in kept.parameters if not place[2].is_lost()]
+        for number, (owner, was_training) in enumerate(kept.attributes.modes):
+            if was_training and not owner.training:  # a norm has read what it would have written to
+                for name, tensor in buffers_of(owner).items():
+                    if tensor is not None:
+                        kept.evaluated[number, name] = originals.of(tensor)
         kept.streams.moved()
 
     def run_again(self, unit: nn.Module, kept: Kept, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +150,9 @@ class UnitState:
             kept.attributes.put_back()
             self._give_back(kept)
             for number, name, statistic in list(self._statistics(owners)):
-                buffers_of(owners[number])[name] = self._something_like(statistic, number, name)
+                read = kept.evaluated.get((number, name))
+                again = self._something_like(statistic, number, name) if read is None else read.look()
+                buffers_of(owners[number])[name] = again
             with kept.streams.again():
                 return unit(*args, **kwargs)
 

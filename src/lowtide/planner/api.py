@@ -115,6 +115,7 @@ def plan(
     refuse_op_level_requests(asked, accumulate)
     rehearsal = Rehearsal.of(spec)
     found = rehearsal.within(rehearsal.chain(granularity, modules), chosen, asked)
+    _tell(found.remark, stacklevel=3)
     if verify:
         tried(spec, found, rehearsal.plain)
     return found
@@ -274,6 +275,7 @@ class _Again:
     method: str | Method
     budget: Budget
     to_verify: bool  # the next plan that is made
+    has_told: bool = False  # what is left alone
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Solution:
         rehearsal = Rehearsal.of(self.spec_of(model, Arguments(args, kwargs)))
@@ -283,6 +285,9 @@ class _Again:
             _tried_or_taken_off(rehearsal.spec, found, rehearsal.plain)
             self.to_verify = False
         learn_of_loss(rehearsal.spec, rehearsal.plain)
+        if not self.has_told:
+            _tell(found.remark, stacklevel=4)
+        self.has_told = self.has_told or bool(found.remark)
         return found
 
 

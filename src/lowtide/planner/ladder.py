@@ -101,7 +101,10 @@ class Ladder:
 
 def _remark(reason: LowtideError, planned: AnySolution) -> str:
     how = "layer by layer" if isinstance(planned, Solution) else "op by op where that can be"
-    return f"the step could not be planned op by op as a whole, so it was planned {how}: {_brief(reason)}"
+    more = f"; {planned.remark}" if planned.remark else ""
+    return (
+        f"the step could not be planned op by op as a whole, so it was planned {how}: {_brief(reason)}{more}"
+    )
 
 
 def _brief(reason: LowtideError) -> str:

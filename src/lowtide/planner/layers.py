@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -16,10 +17,11 @@ from lowtide.chain.cuts import Granularity, RecordedStep
 from lowtide.chain.plan import Plan
 from lowtide.chain.sizes import chain_of
 from lowtide.cost.profile import Progress
-from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
+from lowtide.errors import RAISE_OR_CUT, BadRequest, CannotApply, InfeasibleBudget
 from lowtide.execute.apply import apply, set_aside
 from lowtide.execute.identity import fingerprint, inputs_of
-from lowtide.ir.graph import Phase, Role
+from lowtide.ir.graph import Op, Phase, Role
+from lowtide.planner.around import Around
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
 from lowtide.solvers import refuse_lowest, solve
 from lowtide.solvers.method import Method
@@ -92,7 +94,7 @@ class Rehearsal:
     ) -> Chain:
         """The chain view of the plain step."""
         trace = self.plain
-        step = RecordedStep(trace.graph, trace.schedule, trace.calls, trace.forward_ops)
+        step = RecordedStep(trace.graph, trace.schedule, trace.calls, trace.forward_ops, trace.closed)
         args, kwargs = arguments(self.example)
         return replace(
             chain_of(step, granularity_named(granularity), modules),
@@ -121,18 +123,19 @@ class Rehearsal:
         Raises:
             CannotApply: the model cannot be recomputed as planned.
         """
+        plain = self.plain  # what is wrong with the step itself is told of that
         try:
             trace = self._trace(solution)
         except BadRequest as error:
             if not isinstance(error.__cause__, CheckpointError):
-                raise
+                raise CannotApply(f"the step cannot be run under this plan: {error}") from error
             raise CannotApply(
                 "running a part of the model again does not save what it saved before: "
                 f"{str(error.__cause__).splitlines()[0]}\n"
                 "Something in its forward depends on more than its inputs, or a custom autograd function "
                 "is called outside of any module: put it into one."
             ) from error
-        _refuse_changes_made_twice(trace)
+        _refuse_changes_made_twice(trace, plain)
         return trace
 
     def _confirmation(self, trace: Trace) -> Confirmation:
@@ -156,7 +159,8 @@ class Rehearsal:
     def solve(self, chain: Chain, method: str | Method, budget: str | int | None = None) -> Solution:
         """A plan within the budget, tried out: the dry run of the model under it stays within it too.
 
-        On CUDA it stays a hundredth below: see `lowtide.planner.promise`.
+        What is found not to run again is left alone; `remark` says so. On CUDA the dry run stays a hundredth
+        below: see `lowtide.planner.promise`.
 
         Raises:
             InfeasibleBudget: no plan of this method fits.
@@ -166,12 +170,12 @@ class Rehearsal:
     def within(self, chain: Chain, method: str | Method, budget: Budget) -> Solution:
         """The same, for a budget that has been read."""
         refuse_lowest(budget)
-        wanted = self.bytes_of(budget)
+        wanted, around = self.bytes_of(budget), Around(self.confirmed)
         if wanted is None:
-            return self.confirmed(solve(chain, method))
+            return around(solve(chain, method))
         found = solved_within(
             wanted,
-            lambda aim: self.confirmed(solve(chain, method, aim)),
+            lambda aim: around(solve(chain, method, aim)),
             self._promised,
             lambda least: self._refusal(least, wanted),
         )
@@ -189,7 +193,8 @@ class Rehearsal:
     def _refusal(self, least: Solution, wanted: int) -> InfeasibleBudget:
         running = least.timeline.peak_op
         needed_by = "what is always there" if running is None else running.module
-        return InfeasibleBudget(least.method, wanted, self._promised(least), needed_by)
+        advice = f"{RAISE_OR_CUT} What is {least.remark}" if least.remark else RAISE_OR_CUT
+        return InfeasibleBudget(least.method, wanted, self._promised(least), needed_by, advice)
 
     def _trace(self, solution: Solution | None) -> Trace:
         """A dry run of the step under a plan, or of the plain one."""
@@ -213,13 +218,25 @@ def granularity_named(name: str) -> Granularity:
         ) from None
 
 
-def _refuse_changes_made_twice(trace: Trace) -> None:
+def _refuse_changes_made_twice(trace: Trace, plain: Trace) -> None:
+    """Raise CannotApply where `trace` changes something again that the plain step does not.
+
+    A part that the user has checkpointed changes its buffers twice as it is, and does so under a plan.
+    """
+    left = Counter(name for _, name in _changed_again(plain))
+    for op, name in _changed_again(trace):
+        left[name] -= 1
+        if left[name] < 0:
+            raise CannotApply(
+                f"recomputing {op.label} would change {name} a second time. "
+                "Move that change into a module of its own, so that it can be done once."
+            )
+
+
+def _changed_again(trace: Trace) -> Iterator[tuple[Op, str]]:
+    """The ops of the backward that run a part of the forward again and change what was there before."""
     values = trace.graph.values
     users = {value for value in trace.graph.resident if values[value].role is not Role.INTERMEDIATE}
     for op in trace.graph.ops:
-        changed = users.intersection(op.mutates) if op.phase is Phase.RECOMPUTE else ()
-        for value in changed:
-            raise CannotApply(
-                f"recomputing {op.label} would change {values[value].name} a second time. "
-                "Move that change into a module of its own, so that it can be done once."
-            )
+        if op.phase is Phase.RECOMPUTE:
+            yield from ((op, values[value].name) for value in op.mutates if value in users)

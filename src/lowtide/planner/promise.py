@@ -69,6 +69,8 @@ def solved_within(
         if excess <= 0:
             return solution
         aim = solution.peak_bytes - excess
+        if aim <= 0:
+            break
     least = solve(None)
     if promised(least) <= budget_bytes:
         return least

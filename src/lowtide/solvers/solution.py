@@ -79,7 +79,7 @@ class Solution:
     `peak_bytes` is what the replay counted, `lower_bound_bytes` what no plan at all could undercut,
     `extra_seconds` what recomputation adds to a step that takes `chain.seconds` without it.
     `confirmation` is there where there is a model. `remark` says why it is no plan of the whole step op by
-    op, where one was wanted.
+    op, where one was wanted, and what is left alone because it cannot be run again.
     """
 
     chain: Chain

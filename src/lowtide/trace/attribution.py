@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -12,12 +14,22 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowtide.compat.autograd import in_backward, next_number, number_of, running_node
+from lowtide.compat.autograd import in_backward, next_number, number_of, running_node, saving_hooks
 from lowtide.compat.modules import has_forward_hooks
 from lowtide.ir.graph import Call, Phase
 
 Place = tuple[str, int]  # module path, how-maniest call of it
 _NOWHERE: Place = ("", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A call that has not ended: the op at which it began, what was called before, and what was saved how."""
+
+    place: Place
+    first: int
+    calls_before: int
+    hooks: object
 
 
 class Attribution:
@@ -27,15 +39,19 @@ class Attribution:
     the module whose forward made the running autograd node: both carry the same sequence number.
 
     `clock` tells how many ops there have been; `calls` are the forward's calls of modules, each with the
-    ops that ran in it, in the order in which they ended.
+    ops that ran in it, in the order in which they ended. `closed` are those among them that cannot be begun
+    or ended by anybody else: they run in a module that checkpoints, or otherwise decides what is saved, or
+    calls a custom function, between the modules that it calls.
     """
 
     def __init__(self, models: Sequence[nn.Module], clock: Callable[[], int] = int) -> None:
         self.calls: list[Call] = []
+        self.closed: set[Place] = set()
         self._clock = clock
         self._paths = {id(module): path for model in models for path, module in model.named_modules()}
         self._owner: dict[int, str] = {}
-        self._stack: list[tuple[Place, int]] = []  # with the op at which the call began
+        self._stack: list[_Running] = []
+        self._whole: set[Place] = set()  # calls between whose calls something happens that is theirs alone
         self._calls: Counter[str] = Counter()
         self._place_of_node: dict[int, tuple[Place, int]] = {}
         self._optimizing = 0
@@ -48,8 +64,13 @@ class Attribution:
     def begin(self) -> None:
         """The step that is recorded begins here: its calls are counted from zero."""
         self.calls.clear()
+        self.closed.clear()
         self._calls.clear()
         self._place_of_node.clear()
+
+    def only(self, place: Place) -> None:
+        """A call that somebody else follows is all that is running."""
+        self._stack = [_Running(place, first=0, calls_before=0, hooks=None)]
 
     @contextmanager
     def following(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -87,7 +108,7 @@ class Attribution:
         if phase is Phase.BACKWARD:
             node = running_node()
             return _NOWHERE if node is None else self.place_of(node)
-        place = self._stack[-1][0] if self._stack else _NOWHERE
+        place = self._stack[-1].place if self._stack else _NOWHERE
         # The node of this op was numbered just before the op reached us. An op that makes no node (a
         # counter that is increased, say) finds the number of the op before it taken, and leaves it.
         number = next_number() - 1
@@ -113,7 +134,8 @@ class Attribution:
 
     def _enter_module(self, module: nn.Module, args: object) -> None:
         path = self._paths.get(id(module), type(module).__name__)
-        self._stack.append(((path, self._calls[path]), self._clock()))
+        place = (path, self._calls[path])
+        self._stack.append(_Running(place, self._clock(), len(self.calls), saving_hooks()))
         self._calls[path] += 1
 
     def _leave_unless_hooked(self, module: nn.Module, args: object, output: object) -> None:
@@ -121,9 +143,32 @@ class Attribution:
             self._leave_module(module, args, output)
 
     def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
-        (path, call), first = self._stack.pop()
+        ended = self._stack.pop()
+        if ended.place in self._whole:
+            self.closed.update((call.module, call.call) for call in self.calls[ended.calls_before :])
+        if self._stack and ended.hooks != self._stack[0].hooks:
+            self.closed.add(ended.place)
         if self.phase() is Phase.FORWARD and id(module) in self._paths:
-            self.calls.append(Call(path, call, first, self._clock()))
+            self.calls.append(Call(*ended.place, ended.first, self._clock()))
+
+    def op_runs(self) -> None:
+        """An op of the forward runs: whoever has decided anew what is saved is closed."""
+        hooks = saving_hooks()
+        if self._stack and hooks != self._stack[0].hooks:
+            self._close()
+
+    def function_runs(self) -> None:
+        """A custom autograd function is called."""
+        if self._stack and self.phase() is Phase.FORWARD:
+            self._close()
+
+    def _close(self) -> None:
+        """The innermost of the running calls that began before somebody decided anew what is saved is whole.
+
+        The model itself is not: what it does between its calls can be left out of every stretch.
+        """
+        before = takewhile(lambda running: running.hooks == self._stack[0].hooks, self._stack)
+        self._whole.update([running.place for running in before][1:][-1:])
 
     def _enter_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:
         self._optimizing += 1

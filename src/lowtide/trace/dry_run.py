@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lowtide.compat.autograd import told_of_functions
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.patches import patched
 from lowtide.compat.tensors import has_hooks
@@ -28,7 +29,7 @@ from lowtide.ir.graph import Call, Graph, Op, Origin, Phase, Role
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
 from lowtide.ir.simulate import Timeline, simulate
 from lowtide.ir.strides import viewed
-from lowtide.trace.attribution import Attribution
+from lowtide.trace.attribution import Attribution, Place
 from lowtide.trace.fakes import Resident, faked, stage
 from lowtide.trace.graph_builder import GraphBuilder
 from lowtide.trace.guesses import Guesses
@@ -44,14 +45,16 @@ aten = torch.ops.aten
 class Trace:
     """What a training step does, op by op, and when each of its storages is given back.
 
-    `calls` are the calls of modules in the forward, in the order in which they ended; `forward_ops` tells
-    for an op of the backward which op of the forward it belongs to, where that is known.
+    `calls` are the calls of modules in the forward, in the order in which they ended; `closed` those among
+    them at which a stretch of the forward cannot begin or end (see `Attribution`); `forward_ops` tells for an
+    op of the backward which op of the forward it belongs to, where that is known.
     """
 
     graph: Graph
     schedule: Schedule
     calls: tuple[Call, ...] = ()
     forward_ops: Mapping[int, int] = field(default_factory=dict)
+    closed: frozenset[Place] = frozenset()
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -144,6 +147,7 @@ class StepRecorder(Recorder):
             elif self.builder.device == "cpu":
                 stack.enter_context(_random_states_counted())
             stack.enter_context(self.follow.following(models))
+            stack.enter_context(told_of_functions(self.follow.function_runs))
             stack.enter_context(self)
             for _ in range(warmup):
                 step()
@@ -179,7 +183,8 @@ class StepRecorder(Recorder):
         outputs = [value for _, value in self.alive()]
         graph, schedule = self.builder.finish(outputs), Schedule(tuple(self.steps))
         graph = replace(graph, assumptions=(*self.positions.assumptions, *self.guesses.made))
-        return Trace(graph, schedule, tuple(self.follow.calls), dict(self.forward_ops))
+        calls, closed = tuple(self.follow.calls), frozenset(self.follow.closed)
+        return Trace(graph, schedule, calls, dict(self.forward_ops), closed)
 
     # Ops ----------------------------------------------------------------------------------------------
 
@@ -189,6 +194,8 @@ class StepRecorder(Recorder):
 
     def recorded(self, op: Op, spot: Spot) -> None:
         self.steps.append(Compute(op.id))
+        if spot.phase is Phase.FORWARD:
+            self.follow.op_runs()
         if spot.phase is Phase.BACKWARD and (source := self.follow.forward_op()) is not None:
             self.forward_ops[op.id] = source
 

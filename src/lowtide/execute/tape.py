@@ -145,13 +145,14 @@ class Listening(TorchFunctionMode):
         if self.tape is None:
             self._keep_originals(func, args, kwargs)
             return func(*args, **kwargs)
-        written = self._slots.written((args, kwargs))
+        written_args, written_kwargs = self._slots.written((args, kwargs))
         self._keep_originals(func, args, kwargs)
         surroundings = Surroundings.now()  # before: the function may be what switches something on
         result = func(*args, **kwargs)
         fills = self._slots.fills(result)
         if fills or changes_its_first(func):  # a question about a shape need not be asked again
-            self.tape.entries.append(Made(func, *written, fills, surroundings))
+            entry = Made(func, written_args, written_kwargs, fills, surroundings)
+            self.tape.entries.append(entry)
         return result
 
     def _keep_originals(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

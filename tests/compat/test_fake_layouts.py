@@ -1,4 +1,4 @@
-"""Fakes lie in memory as what the CPU's kernels make."""
+"""Fakes lie in memory as what the CPU's kernels make, and are of its types."""
 
 from __future__ import annotations
 
@@ -47,6 +47,20 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+MIXED: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "layer_norm": lambda x: torch.native_layer_norm(x, [6], torch.ones(6), torch.zeros(6), 1e-5),
+    "group_norm": lambda x: torch.native_group_norm(x, *_affine(), 3, C, 36, 2, 1e-5),
+    "group_norm's backward": lambda x: torch.ops.aten.native_group_norm_backward(
+        x, x, *_groups(x), torch.ones(C), 3, C, 36, 2, [True] * 3
+    ),
+    "batch_norm": lambda x: torch.native_batch_norm(x, *_affine(), None, None, True, 0.1, 1e-5),
+    "batch_norm with statistics": lambda x: torch.native_batch_norm(
+        x, None, None, *_affine(), True, 0.1, 1e-5
+    ),
+    "batch_norm, evaluated": lambda x: torch.native_batch_norm(x, *_affine(), *_affine(), False, 0.1, 1e-5),
+}
+
+
 def _affine() -> tuple[Tensor, Tensor]:
     return torch.ones(C), torch.ones(C)
 
@@ -67,6 +81,15 @@ def test_a_result_has_the_strides_that_its_kernel_gives_it(op: str, layout: str)
     with FakeTensorMode(), laid_out_as_kernels_do():
         fakes = strides()
     assert fakes == strides()
+
+
+@pytest.mark.parametrize("op", MIXED)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_result_is_of_the_type_that_its_kernel_makes(op: str, kind: torch.dtype) -> None:
+    """Half precision with weights, or statistics, in full is what norms meet under autocast."""
+    with FakeTensorMode(), laid_out_as_kernels_do():
+        fakes = [made.dtype for made in MIXED[op](torch.randn(3, C, 6, 6, dtype=kind))]
+    assert fakes == [made.dtype for made in MIXED[op](torch.randn(3, C, 6, 6, dtype=kind))]
 
 
 def test_a_norm_over_transposed_places_trains_by_a_plan_to_the_bit() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import lowtide
@@ -227,6 +228,34 @@ class Twice(nn.Module):
         return found.sum()
 
 
+class Turned(nn.Module):
+    """A norm over places that lie in another order, which PyTorch's variant adds to what lies there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.norm(self.linear(x).transpose(1, 2)).sin()
+        return F.mse_loss(found, torch.ones_like(found))
+
+
+class Written(nn.Module):
+    """Changes parts of what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear(x).sin()
+        hidden[:, ::2] *= 2
+        hidden[0].mul_(3)
+        hidden.diagonal().add_(1)
+        return hidden.square().sum()
+
+
 @pytest.mark.parametrize(
     ("model", "x"),
     [
@@ -234,8 +263,17 @@ class Twice(nn.Module):
         (Offsets(), torch.randn(3, 4)),
         (Counting(), torch.randn(3, 4)),
         (Twice().double(), torch.randn(6, 4).double()),
+        (Turned(), torch.randn(3, 5, 4)),
+        (Written(), torch.randn(4, 4)),
     ],
-    ids=["conjugates", "offsets in a storage", "a buffer that is assigned", "a norm called twice in float64"],
+    ids=[
+        "conjugates",
+        "offsets in a storage",
+        "a buffer that is assigned",
+        "a norm called twice in float64",
+        "a norm over turned places",
+        "parts that are written",
+    ],
 )
 def test_any_step_in_an_arena_is_plain_training(model: nn.Module, x: torch.Tensor) -> None:
     plain = copy.deepcopy(model)
@@ -246,6 +284,26 @@ def test_any_step_in_an_arena_is_plain_training(model: nn.Module, x: torch.Tenso
         expected.backward()
         assert torch.equal(step(), expected)
         assert_trained_alike(plain, model)
+
+
+def test_parts_are_written_without_a_copy_of_the_arena() -> None:
+    step = fresh(arena := lowtide.in_arena(Written(), (torch.randn(99, 4),), profile=True))
+    step()
+    blocks, _ = record_cpu(step)
+    assert max(growth(blocks)) <= max(arena.report.extra_bytes, 4)
+
+
+def test_half_precision_in_an_arena_is_plain_training_under_autocast() -> None:
+    """Norms have their means in full precision, and their backward asks for them so."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    plain, x = copy.deepcopy(model), torch.randn(3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        step = lowtide.in_arena(model, (x,), loss=lambda found: found.square().sum())
+        expected = plain(x).square().sum()
+    expected.backward()
+    assert torch.equal(step(), expected)
+    assert_trained_alike(plain, model)
 
 
 def test_a_buffer_that_becomes_another_kind_of_tensor_is_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from lowtide.cost.measure import growth, record_cpu
 from lowtide.cost.op_bench import resolve
-from lowtide.execute.out_variants import Way, kernel, tensor_leaves, writer
+from lowtide.execute.out_variants import Way, Writer, kernel, leaves_what_it_returns, tensor_leaves, writer
 
 X = torch.linspace(-1.0, 1.0, 24).reshape(4, 6)
 IMAGE = torch.linspace(-1.0, 1.0, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
@@ -34,6 +34,11 @@ CALLS: dict[str, tuple[Way, Callable[[], tuple[list[Any], dict[str, Any]]]]] = {
     ),
     "aten.zeros_like.default": (Way.WRITTEN, lambda: ([X], {"pin_memory": False})),
     "aten.full.default": (Way.WRITTEN, lambda: ([[4, 6], 2.5], {"dtype": torch.float32})),
+    "aten.copy.default": (Way.WRITTEN, lambda: ([X, X.flip(0)], {})),
+    "aten.select_scatter.default": (Way.WRITTEN, lambda: ([X, X[0], 0, 2], {})),
+    "aten.slice_scatter.default": (Way.WRITTEN, lambda: ([X, X[:, :2], 1], {"end": -2, "step": 2})),
+    "aten.diagonal_scatter.default": (Way.WRITTEN, lambda: ([X, X[0, :4], 1], {})),
+    "aten.mse_loss.default": (Way.MOVED, lambda: ([X, X.flip(0)], {})),
     "aten.convolution.default": (
         Way.MOVED,
         lambda: ([IMAGE, KERNEL, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1], {}),
@@ -75,6 +80,25 @@ def test_a_result_that_nobody_wants_is_not_written_anywhere() -> None:
     out = torch.empty_like(IMAGE)
     writer("aten.native_batch_norm.default", "cpu", args).bind(args, {}, [out, None, None])()
     assert torch.equal(out, torch.ops.aten.native_batch_norm.default(*args)[0])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_variant_that_does_something_else_than_its_op_is_found_out(turned: bool) -> None:
+    x = IMAGE.transpose(1, 3).contiguous().transpose(1, 3)[..., 0] if turned else IMAGE
+    args = [x, torch.ones(3), torch.zeros(3), None, None, True, 0.1, 1e-5]
+    outs = tensor_leaves(torch.ops.aten.native_batch_norm.default(*args))
+    found = writer("aten.native_batch_norm.default", "cpu", args)
+    assert leaves_what_it_returns(found, "aten.native_batch_norm.default", args, {}, outs) is not turned
+
+
+def test_a_variant_that_makes_its_place_larger_is_found_out() -> None:
+    def larger(args: list[Any], kwargs: dict[str, Any], outs: Any) -> Callable[[], object]:
+        return lambda: outs[0].resize_(99).resize_(4, 6).copy_(X.sin())
+
+    outs = [torch.empty(4, 6)]
+    exact = writer("aten.sin.default", "cpu", [X])
+    assert leaves_what_it_returns(exact, "aten.sin.default", [X], {}, outs)
+    assert not leaves_what_it_returns(Writer(Way.WRITTEN, larger), "aten.sin.default", [X], {}, outs)
 
 
 def test_a_batch_norm_can_be_written_over_its_own_input() -> None:

@@ -1,8 +1,9 @@
-"""How what a kernel makes lies in memory, where a fake says otherwise.
+"""How what a kernel makes lies in memory, and of which type it is, where a fake says otherwise.
 
 Fakes are laid out as most kernels lay things out: densely, in the order of what they were given. Some kernels
 on the CPU have an order of their own, and a fake that does not follow them is looked at in a shape in which
-the real tensor has to be copied.
+the real tensor has to be copied. Norms have means and deviations in full precision where their weights or
+statistics are (under autocast), and their fakes in half.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ PRIVATE = (
     Private("torch._prims_common.suggest_memory_format", "whether a tensor has its channels last"),
     Private("torch._subclasses.fake_tensor.FakeTensorMode.dispatch", "runs one op on fakes"),
     Private("torch.ops.aten._native_batch_norm_legit", "a BatchNorm that may keep no statistics"),
+    Private("torch.ops.aten._native_batch_norm_legit_no_training", "a BatchNorm in evaluation"),
 )
 
 aten = torch.ops.aten
@@ -55,6 +57,7 @@ _ON_CPU: Mapping[Any, _Strides] = {
             aten.native_batch_norm.default,
             aten._native_batch_norm_legit.default,
             aten._native_batch_norm_legit.no_stats,
+            aten._native_batch_norm_legit_no_training.default,
             functional_batch_norm.default,
             aten.native_group_norm.default,
             aten.max_unpool2d.default,
@@ -74,14 +77,33 @@ _ON_CPU: Mapping[Any, _Strides] = {
     **dict.fromkeys((aten.rrelu_with_noise.default, aten.rrelu_with_noise_functional.default), _row_by_row),
 }
 
+_HALF = frozenset({torch.bfloat16, torch.float16})
+_MEAN_AND_DEVIATION = slice(1, 3)  # among the results of a norm
+_NORMS = frozenset(
+    {
+        aten.native_layer_norm.default,
+        aten.native_group_norm.default,
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_no_training.default,
+        functional_batch_norm.default,
+    }
+)
+
 
 @contextmanager
 def laid_out_as_kernels_do() -> Iterator[None]:
-    """While the block runs, what fakes on the CPU make lies in memory as what kernels make there."""
+    """While the block runs, what fakes make is of the types that kernels make, and on the CPU lies in memory
+    as what they make there."""
     before = FakeTensorMode.dispatch
 
     def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = before(mode, func, types, args, kwargs)
+        made: Any = before(mode, func, types, args, kwargs)
+        if made is not NotImplemented and func in _NORMS:
+            made = _with_full_statistics(made, args)
+        elif made is not NotImplemented and func is aten.native_group_norm_backward.default:
+            made = (made[0] if made[0] is None else made[0].to(args[1].dtype), *made[1:])
         strides_of = _ON_CPU.get(func)
         if strides_of is None or made is NotImplemented or kwargs:
             return made
@@ -92,6 +114,15 @@ def laid_out_as_kernels_do() -> Iterator[None]:
     why = "strides are those that kernels choose"
     with patched(FakeTensorMode, "dispatch", dispatch, why=why, since="torch 2.11"):
         yield
+
+
+def _with_full_statistics(made: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a norm makes, its means and deviations in full precision where it mixes that with half."""
+    x, *others = (arg for arg in args if isinstance(arg, torch.Tensor))
+    if x.dtype not in _HALF or all(other.dtype in _HALF for other in others):
+        return made
+    before, statistics, after = made[:1], made[_MEAN_AND_DEVIATION], made[3:]
+    return (*before, *(each.to(torch.float32) for each in statistics), *after)
 
 
 def _laid_out(made: Any, strides_of: _Strides, args: tuple[Any, ...]) -> Any:

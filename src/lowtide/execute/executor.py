@@ -27,6 +27,8 @@ from lowtide.execute.out_variants import (
     Writer,
     extra_bytes,
     kernel,
+    leaves_what_it_returns,
+    mover,
     moves,
     tensor_leaves,
     writer,
@@ -183,7 +185,7 @@ class Executor:
             thunk: Thunk = _BoundCall(kernel(op.target), args, kwargs)
         else:
             if op.id not in self._writers:
-                self._writers[op.id] = writer(op.target, self.device.type, args)
+                self._writers[op.id] = self._writer(op, args, outs)
             thunk = self._writers[op.id].bind(args, kwargs, outs)
         thunk()
         if isinstance(thunk, Move):
@@ -191,6 +193,16 @@ class Executor:
         if self.memory is Memory.STATIC:
             self._tape.append(thunk)
             self._note_slots(op, args, kwargs)
+
+    def _writer(self, op: Op, args: list[Any], outs: Sequence[torch.Tensor | None]) -> Writer:
+        """How an op writes that runs for the first time. What draws or counts cannot be tried before."""
+        found = writer(op.target, self.device.type, args)
+        if not found.is_variant:
+            return found
+        if op.random or op.mutates:
+            return mover(op.target)
+        again = self._arguments(op, frozenset(op.updates))
+        return found if leaves_what_it_returns(found, op.target, *again, outs) else mover(op.target)
 
     def _out(self, op: Op, number: int | None, time: int) -> torch.Tensor | None:
         """Where an output is to be written; None for one that is no value of its own."""

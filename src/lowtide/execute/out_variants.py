@@ -3,6 +3,9 @@
 PyTorch declares a variant with `out=` for nearly every op, but many of these were generated: they compute the
 result elsewhere and copy it. A real one has a kernel of its own for the device, and the dispatcher knows.
 Some ops have no such variant, but are made of others that have.
+
+Not every variant does what its op does: one adds to what lies where it writes, another makes the place
+larger. So they are tried before they are let into an arena: see `leaves_what_it_returns`.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ Kwargs = dict[str, Any]
 Write = Callable[[Args, Kwargs, Outs], None]
 
 _RETURNED_AS_IT_LIKES = (
-    "aten.cudnn_batch_norm.default",
-)  # how much it leaves for its backward, only it knows
+    "aten.cudnn_batch_norm.default",  # how much it leaves for its backward, only it knows
+    "aten.mse_loss.default",  # makes a place for one number as large as its arguments first, and warns of it
+    "aten.smooth_l1_loss.default",
+)
 # Ops that are told where in their first argument's storage to look, and which argument tells them.
 OFFSETS: Mapping[str, int] = {"aten.as_strided_scatter.default": 4}
 _FACTORY_KEYWORDS = {"dtype", "layout", "device", "pin_memory", "memory_format"}
@@ -49,6 +54,7 @@ class Writer:
 
     way: Way
     bind: Callable[[Args, Kwargs, Outs], Callable[[], object]]
+    is_variant: bool = False  # PyTorch's own, which may do something else than the op
 
 
 def writer(target: str, device: str, args: Args) -> Writer:
@@ -59,19 +65,54 @@ def writer(target: str, device: str, args: Args) -> Writer:
     other = _OTHER_DOORS.get(target)
     if other is not None and (write := other(device, args)) is not None:
         return Writer(Way.WRITTEN, lambda args, kwargs, outs: partial(write, args, kwargs, outs))
-    func = kernel(target)
     into = None if target in _RETURNED_AS_IT_LIKES else _with_out(target, device)
     if into is None:
-        return Writer(Way.MOVED, lambda args, kwargs, outs: Move(func, args, kwargs, list(outs)))
+        return mover(target)
     overload, names, dropped = into
 
     def bind(args: Args, kwargs: Kwargs, outs: Outs) -> Callable[[], object]:
         if any(out is None for out in outs):  # a result that nobody wants has no place to be written to
-            return Move(func, args, kwargs, list(outs))
+            return mover(target).bind(args, kwargs, outs)
         kept = {name: value for name, value in kwargs.items() if name not in dropped}
         return partial(_call, overload, args, {**kept, **dict(zip(names, outs, strict=True))})
 
-    return Writer(Way.WRITTEN, bind)
+    return Writer(Way.WRITTEN, bind, is_variant=True)
+
+
+def mover(target: str) -> Writer:
+    """Has any op compute its results where it likes, and moves them."""
+    func = kernel(target)
+    return Writer(Way.MOVED, lambda args, kwargs, outs: Move(func, args, kwargs, list(outs)))
+
+
+def leaves_what_it_returns(writer: Writer, target: str, args: Args, kwargs: Kwargs, outs: Outs) -> bool:
+    """Whether a writer leaves in tensors like `outs`, full of junk, what the op returns, and lets them be as
+    large as they are. Takes as much memory as the op's results do twice."""
+    if any(out is None for out in outs):
+        return False  # then it moves them
+    tried = [_full_of_junk(out) for out in outs if out is not None]
+    looked = [_looks(out) for out in tried]
+    try:
+        writer.bind(args, kwargs, tried)()
+    except RuntimeError:  # it refuses tensors like these
+        return False
+    results = tensor_leaves(kernel(target)(*args, **kwargs))
+    return [_looks(out) for out in tried] == looked and all(map(_are_same, results, tried))
+
+
+def _full_of_junk(like: torch.Tensor) -> torch.Tensor:
+    junk = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return junk.fill_(float("nan") if junk.is_floating_point() or junk.is_complex() else -1)
+
+
+def _looks(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.untyped_storage().nbytes()
+
+
+def _are_same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    if one is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def kernel(target: str) -> Callable[..., Any]:
@@ -89,7 +130,8 @@ class Move:
     """A call whose results are copied to where they should be.
 
     A result that looks different from its place stays where the kernel put it, and becomes the place: some
-    kernels return a few bytes on another device (attention's seeds) or as many as they see fit.
+    kernels return a few bytes on another device (attention's seeds), or as many, or of the type, as they see
+    fit.
     """
 
     func: Callable[..., Any]
@@ -102,7 +144,7 @@ class Move:
         for position, (out, result) in enumerate(zip(self.outs, results, strict=True)):
             if out is None or result is None:
                 continue
-            if out.device == result.device and out.shape == result.shape:
+            if (out.device, out.shape, out.dtype) == (result.device, result.shape, result.dtype):
                 out.copy_(result)
             else:
                 self.outs[position] = result
@@ -249,13 +291,48 @@ def _as_strided_scatter(device: str, args: Args) -> Write | None:
     return write
 
 
+def _scattered(part_of: Callable[..., torch.Tensor]) -> Callable[[str, Args], Write | None]:
+    """A copy that has another part. The kernels would copy all of the storage, too."""
+
+    def write(args: Args, kwargs: Kwargs, outs: Outs) -> None:
+        whole, part, *where = args
+        (out,) = outs
+        assert out is not None
+        out.copy_(whole)
+        part_of(out, *where, **kwargs).copy_(part)
+
+    return lambda device, args: write
+
+
+def _overwritten(device: str, args: Args) -> Write | None:
+    def write(args: Args, kwargs: Kwargs, outs: Outs) -> None:
+        assert outs[0] is not None
+        outs[0].copy_(args[1])
+
+    return write
+
+
+def _left_as_it_is(device: str, args: Args) -> Write | None:
+    return lambda args, kwargs, outs: None
+
+
 _OTHER_DOORS: Mapping[str, Callable[[str, Args], Write | None]] = {
     "aten.relu.default": _relu,
     "aten.clone.default": _copy,
     "aten._to_copy.default": _copy,
     "aten.embedding.default": _embedding,
     "aten.convolution.default": _convolution,
+    "aten.copy.default": _overwritten,
     "aten.as_strided_scatter.default": _as_strided_scatter,
+    "aten.diagonal_scatter.default": _scattered(aten.diagonal.default),
+    "aten.select_scatter.default": _scattered(aten.select.int),
+    "aten.slice_scatter.default": _scattered(aten.slice.Tensor),
+    "aten.empty.memory_format": _left_as_it_is,
+    "aten.empty_like.default": _left_as_it_is,
+    "aten.empty_permuted.default": _left_as_it_is,
+    "aten.empty_strided.default": _left_as_it_is,
+    "aten.new_empty.default": _left_as_it_is,
+    "aten.new_empty_strided.default": _left_as_it_is,
     "aten.zeros.default": _filled(0),
     "aten.zeros_like.default": _filled(0),
     "aten.new_zeros.default": _filled(0),

@@ -44,10 +44,10 @@ STEPS = 3
 Step = Callable[[], torch.Tensor]
 
 
-def gpt() -> nn.Module:
+def gpt(layers: int = 6, width: int = 64) -> nn.Module:
     """A transformer with dropout: random streams matter, and are a rank's own."""
     torch.manual_seed(0)
-    return GPT(layers=6, width=64, heads=4, vocab=300, context=64, dropout=0.1)
+    return GPT(layers=layers, width=width, heads=4, vocab=300, context=64, dropout=0.1)
 
 
 def convolutions() -> nn.Module:
@@ -395,16 +395,15 @@ def quarrels(rank: int) -> dict[str, Any]:
 
 def alone(rank: int) -> dict[str, Any]:
     """Rank 1 meets a new shape alone, in the middle of its training."""
-    model, batch = gpt(), Batch(rank, "gpt")
+    model, batch = gpt(layers=1, width=16), Batch(rank, "gpt")
     optimize(
         model,
         batch.inputs,
         engine=Replicated(),
         loss=torch.sum,
-        budget="60%",
-        method="rotor",
+        method="chen-sqrt",
         profile=False,
-        timeout_seconds=30,  # within which the plan is made as well
+        timeout_seconds=30,  # within which the plan is made as well, which takes one
     )
     wrapped = DistributedDataParallel(model)
     told = []

@@ -87,7 +87,7 @@ class CapturedGraph(ABC):
 
     def compile_as(self, apart: TakenApart) -> Callable[..., Any]:
         """The same for a graph that another backend has compiled, which is done with it."""
-        self._apart, apart.runs = apart, self
+        self._apart, apart.runner = apart, self
         call, apart.call = apart.call, None
         assert call is not None, "it was compiled"
         return call
@@ -100,8 +100,8 @@ class TakenApart:
     graph apart is most of the work, and tensors and their fakes are all the same to what comes of it.
     """
 
-    def __init__(self, runs: CapturedGraph, identity: str | None) -> None:
-        self.runs = runs
+    def __init__(self, runner: CapturedGraph, identity: str | None) -> None:
+        self.runner: CapturedGraph | None = runner
         self.identity = identity
         self.halves: Halves | None = None
         self.call: Callable[..., Any] | None = None
@@ -128,6 +128,12 @@ class TakenApart:
                 lambda module, inputs: cut_off(module, gradientless, lambda: compile_(module, inputs)),
             )
         return self.call
+
+    @property
+    def runs(self) -> CapturedGraph:
+        """Who runs the halves."""
+        assert self.runner is not None, "a spare graph is taken by a backend before it runs"
+        return self.runner
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
         return self.runs.partition(joint, inputs, **options)
@@ -161,8 +167,10 @@ class Spares:
         self._graphs: list[TakenApart] = []
 
     def hold(self, graphs: Sequence[TakenApart]) -> None:
-        """Hold these, and no others."""
+        """Hold these, and no others, and nothing of the capture that took them apart, nor of its model."""
         self._graphs = list(graphs)
+        for each in self._graphs:
+            each.runner = None
 
     def take(self, identity: str | None) -> TakenApart | None:
         """A graph of this identity, which is not held any longer."""

@@ -50,6 +50,7 @@ def _inputs(model: Any, takes: set[str]) -> Iterator[Batch]:
         "past_values": _series,
         "pixel_values_videos": _films,
     }
+    main = main[0] if isinstance(main, list) else main
     names = [main, *(name for name in makers if name != main)]
     for name in names:
         if name in makers and name in takes:
@@ -64,6 +65,8 @@ def _completed(config: Any, takes: set[str], batch: Batch) -> Iterator[Batch]:
         yield {**batch, "decoder_input_ids": _some_words(config)}
     if "input_ids" in batch and "bbox" in takes:
         yield {**batch, "bbox": torch.zeros(BATCH, TOKENS, 4, dtype=torch.long)}
+    if "task_inputs" in takes:  # what to look for, in words
+        yield {**batch, "task_inputs": _some_words(config)[:, :77]}
     if "input_ids" in takes and "input_ids" not in batch:
         yield {**batch, "input_ids": _some_words(config)}
     if "input_ids" in batch and "pixel_values" in takes:

@@ -67,9 +67,12 @@ def ways(kind: Any, layers: int) -> Iterator[tuple[str, Any]]:
 
     At last without a cache of keys and values, which some layers alone cannot make.
     """
-    for name, shrink in (("narrow", _narrow), ("an eighth", _eighth), ("shallow", _shallow)):
+    usual_ways = (("narrow", _narrow), ("an eighth", _eighth), ("shallow", _shallow))
+    small = [(name, partial(shrink, layers)) for name, shrink in usual_ways]
+    deeper = [(f"{name}, a layer more", partial(shrink, layers + 1)) for name, shrink in usual_ways[:2]]
+    for name, shrink in (*small, *deeper):  # some cannot have a single layer
         try:
-            yield name, _shrunk(kind(), partial(shrink, layers))
+            yield name, _shrunk(kind(), shrink)
         except Exception:  # noqa: BLE001  a foreign class may object to its sizes in any way
             continue
     try:
@@ -92,6 +95,8 @@ def _shrunk(usual: Any, shrink: Shrink) -> Any:
             changed[name] = _shrunk(value, shrink)
         elif (small := shrink(name, value)) != value:
             changed[name] = small
+    if getattr(usual, "out_features", None):  # of a backbone: what the model around it is handed
+        changed["out_features"] = usual.out_features
     _cut_lists(fields, changed)
     if "head_dim" in changed and "rope_parameters" in fields:
         changed["rope_parameters"] = _sections(
@@ -156,6 +161,8 @@ def _shallow(layers: int, name: str, value: Any) -> Any:
         return min(value, WORDS)
     if isinstance(value, list) and value and all(map(_counts, value)) and _DEPTHS.match(name):
         return [1 for _ in value]
+    if name == "axial_pos_embds":  # places for texts of one length
+        return False
     if not _counts(value):
         return value
     if _LAYERS.match(name):

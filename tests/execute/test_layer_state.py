@@ -332,6 +332,27 @@ def test_a_path_with_fewer_layers_is_within_the_plan_and_another_one_is_told_onc
         train(model, "norms", 2, 0)
 
 
+class Switch(nn.Module):
+    """A part of it is called where a number says so, which a dry run does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.more = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return self.more(x) if x.mean() > -10 else x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("plan", ["keep all", "[1-2]", "[1-1]"])
+def test_a_call_within_a_unit_that_was_not_planned_is_told(plan: str) -> None:
+    model = nn.Sequential(Switch(), nn.Linear(8, 8))
+    chain = Rehearsal(model, (X,), square, profile=False).chain("block")
+    apply(model, solution_of(chain, Plan.read(plan)))
+    with pytest.warns(UserWarning, match=r"took another path .* it calls 0\.more where that was not planned"):
+        square(model(X)).backward()
+
+
 # Random numbers -------------------------------------------------------------------------------------------
 
 

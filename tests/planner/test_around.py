@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -130,3 +131,23 @@ def test_only_layers_that_fail_when_they_are_run_again_are_left_alone() -> None:
     )
     assert set(around.left) == {5}
     assert "layer 5" in found.remark
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rrelu(self.linear(x), training=True)
+
+
+def test_noise_that_a_checkpoint_would_not_draw_again_is_kept() -> None:
+    """PyTorch's own checkpoint reads memory that nobody has written to where it ends with such an op."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Noisy() for _ in range(4)))
+    rehearsal = Rehearsal(model, (X,), square, profile=False)
+    chain = rehearsal.chain("fine")
+    around = Around(rehearsal.confirmed)
+    assert str(around(solution_of(chain, Plan.at([2]))).plan) == "[1-1]"
+    assert set(around.left) == {2}

@@ -34,13 +34,15 @@ class Span:
 class SegmentPlacement:
     """The units of a model, and the segments of a plan, as ops of the step that was planned.
 
-    `entered` are the calls that are no units and hold some: their parts are run one by one. `segments` come
+    `entered` are the calls that are no units and hold some: their parts are run one by one. `called` are all
+    modules that the step called. `segments` come
     in the order in which they begin, outer ones first. `carried_bytes` says for places at which segments
     begin how large the tensor is that they begin with.
     """
 
     units: Mapping[Unit, Span]
     entered: Mapping[Unit, Span]
+    called: frozenset[str]
     model: Span
     segments: tuple[Span, ...]
     carried_bytes: Mapping[int, int]
@@ -74,6 +76,7 @@ def place(chain: Chain, plan: Plan) -> SegmentPlacement:
     return SegmentPlacement(
         units=_spans(units),
         entered=_spans(call for call in inner if call not in inside and not _is_in_one(call, units)),
+        called=frozenset(call.module for call in inner),
         model=Span(root.first, root.stop),
         segments=segments,
         carried_bytes=dict(zip(chain.places, chain.output_bytes, strict=True)),

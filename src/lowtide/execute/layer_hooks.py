@@ -91,11 +91,10 @@ class LayerCourse:
             yield path, modules[path]
         within = "."  # no path begins like that
         for path, module in model.named_modules():
-            if path.startswith(within):
-                continue
+            known = self._placement.called if path.startswith(within) else planned
             if path in units:
                 within = f"{path}."
-            elif path and path not in planned and any(True for _ in module.parameters()):
+            elif path and path not in known and any(True for _ in module.parameters()):
                 yield path, module
 
     def _state_of(self, path: str, module: nn.Module) -> UnitState:

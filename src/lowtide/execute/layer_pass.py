@@ -112,13 +112,14 @@ class Pass:
         call = (path, self.calls[path])
         self.calls[path] += 1
         self.depth.append(call)
+        span = self.placement.span(call)
+        planned = path in self.placement.called if self.unit is not None else span is not None
+        if not planned and any(True for _ in module.parameters()):
+            self._stray(f"it calls {path} where that was not planned")
         if self.unit is not None:
             return
-        span = self.placement.span(call)
         if span is not None:
             self._reach(span.first, (args, kwargs))
-        elif any(True for _ in module.parameters()):
-            self._stray(f"it calls {path} where that was not planned")
         if call not in self.placement.entered:
             self._begin_unit(call, module, args, kwargs)
 

@@ -20,7 +20,7 @@ from lowtide.cost.profile import Progress
 from lowtide.errors import RAISE_OR_CUT, BadRequest, CannotApply, InfeasibleBudget
 from lowtide.execute.apply import apply, set_aside
 from lowtide.execute.identity import fingerprint, inputs_of
-from lowtide.ir.graph import Op, Phase, Role
+from lowtide.ir.graph import Op, Phase, Role, short_name
 from lowtide.planner.around import Around
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
 from lowtide.solvers import refuse_lowest, solve
@@ -31,6 +31,9 @@ from lowtide.trace.dry_run import Trace
 from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import Example, Loss, Updates, arguments
 from lowtide.trace.training import trace_training
+
+
+_TAKES_MEMORY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ class Rehearsal:
                 "is called outside of any module: put it into one."
             ) from error
         _refuse_changes_made_twice(trace, plain)
+        _refuse_what_was_not_filled(trace, plain)
         return trace
 
     def _confirmation(self, trace: Trace) -> Confirmation:
@@ -240,3 +244,29 @@ def _changed_again(trace: Trace) -> Iterator[tuple[Op, str]]:
     for op in trace.graph.ops:
         if op.phase is Phase.RECOMPUTE:
             yield from ((op, values[value].name) for value in op.mutates if value in users)
+
+
+def _refuse_what_was_not_filled(trace: Trace, plain: Trace) -> None:
+    """Raise CannotApply where the backward reads memory that a part run again has taken and not yet filled.
+
+    PyTorch stops a recomputation as soon as everything that was saved is there again. An op that saves what
+    it is about to fill (the noise of `rrelu`) has not run then, if it is the last. What the user checkpoints
+    is as the user has it.
+    """
+    found = list(_reads_too_early(trace))
+    if len(found) > len(list(_reads_too_early(plain))):
+        raise CannotApply(
+            f"{found[-1].label} needs what the last op before it fills, which PyTorch's checkpoint does not "
+            "run again. Let that part end with another op."
+        )
+
+
+def _reads_too_early(trace: Trace) -> Iterator[Op]:
+    """The ops of the backward that read what a part that was run again has not filled."""
+    unfilled: set[int] = set()
+    for op in trace.graph.ops:
+        unfilled.difference_update(op.mutates)
+        if op.phase is Phase.RECOMPUTE and short_name(op.target) in _TAKES_MEMORY:
+            unfilled.update(op.creates)
+        if op.phase is Phase.BACKWARD and unfilled.intersection(op.reads):
+            yield op

@@ -32,7 +32,6 @@ from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import Example, Loss, Updates, arguments
 from lowtide.trace.training import trace_training
 
-
 _TAKES_MEMORY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 

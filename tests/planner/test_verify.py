@@ -207,7 +207,7 @@ def test_a_right_plan_of_layers_passes_and_statistics_that_it_updates_twice_are_
 
 def test_a_plan_that_is_wrong_is_taken_off_the_first_batch_included(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UnitState, "run_again", lambda self, unit, kept, *args, **more: unit(*args, **more))
-    monkeypatch.setattr(layers, "_refuse_changes_made_twice", lambda trace: None)
+    monkeypatch.setattr(layers, "_refuse_changes_made_twice", lambda *_: None)
     model = normal(6)
     lowtide.optimize(model, loss=mean_square, method="chen-sqrt", profile=False, verify=True)
     with pytest.raises(PlanDisagrees, match=r"the buffer of '1.running_mean' is off by"):
@@ -251,12 +251,40 @@ def test_how_far_numbers_are_apart(one: Any, other: Any, apart: float) -> None:
     assert verify._apart(one, other) == apart
 
 
+def numbers(loss: float, weight: float, noise: float, stream: int = 1) -> dict[tuple[str, str], Any]:
+    gradients = {
+        ("gradient", "weight"): torch.tensor(float(weight)),
+        ("gradient", "noise"): torch.tensor(float(noise)),
+    }
+    return {
+        ("loss", ""): torch.tensor(float(loss)),
+        **gradients,
+        ("random state", "cpu"): torch.tensor([stream]),
+    }
+
+
 def test_kernels_that_are_not_deterministic_are_held_to_their_own_spread() -> None:
-    alike = verify._Alike({("loss", ""): torch.tensor(2.0), ("random state", "cpu"): torch.tensor([1])}, 0.5)
-    same = {("random state", "cpu"): torch.tensor([1])}
-    assert not list(alike.differences({("loss", ""): torch.tensor(3.0), **same}))
-    found = alike.differences({("loss", ""): torch.tensor(3.5), ("random state", "cpu"): torch.tensor([0])})
-    assert list(found) == [Difference("loss", "", 1.5, 1.0), Difference("random state", "cpu", 1, 0)]
+    # what should be zero is anything at all, and says nothing of the others
+    alike = verify._Alike.of(numbers(2, 8, 1e-7), numbers(2, 8, -1e-7), 0)
+    assert not list(alike.differences(numbers(2, 8 * (1 + 2e-4), 7e-7)))
+    found = alike.differences(numbers(2, 8.5, 7e-7, stream=0))
+    assert [(each.what, each.name, each.by) for each in found] == [
+        ("gradient", "weight", 0.5),
+        ("random state", "cpu", 1),
+    ]
+    assert [each.name for each in alike.differences(numbers(2, 8, 1e-5))] == ["noise"]
+
+
+def test_kernels_that_are_deterministic_are_held_to_the_last_bit() -> None:
+    alike = verify._Alike.of(numbers(2, 8, 0), numbers(2, 8, 0), 0)
+    assert not alike.tolerant
+    assert [each.name for each in alike.differences(numbers(2, 8 * (1 + 1e-6), 0))] == ["weight"]
+
+
+def test_rounding_is_allowed_where_it_is_asked_for() -> None:
+    alike = verify._Alike.of(numbers(2, 8, 0), numbers(2, 8, 0), 0.5)
+    assert not list(alike.differences(numbers(3, 12, 0.5)))
+    assert list(alike.differences(numbers(3.5, 8, 0))) == [Difference("loss", "", 1.5, 1.0)]
 
 
 def test_a_model_without_memory_cannot_be_verified() -> None:

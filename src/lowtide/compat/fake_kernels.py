@@ -9,6 +9,7 @@ import torch
 import torch._meta_registrations
 
 from lowtide.compat.fake_layouts import laid_out_as_kernels_do
+from lowtide.compat.fake_rnn import recurrent_layers_of_cudnn
 from lowtide.compat.patches import patched
 from lowtide.compat.private import Private
 from lowtide.compat.tensors import key_of_storage
@@ -32,6 +33,7 @@ def as_kernels_do() -> Iterator[None]:
     """While the block runs, fake ops take what the real ones take, and return what these return."""
     with (
         laid_out_as_kernels_do(),
+        recurrent_layers_of_cudnn(),
         patched(
             torch._meta_registrations,
             "_meta_grouped_mm_common",

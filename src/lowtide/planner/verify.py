@@ -1,9 +1,9 @@
 """A plan put to the test before it is trusted: one step as it is, one as planned, from the same start.
 
 Loss, gradients, buffers and random streams have to be the same to the last bit, and the peak within what was
-promised. Where two plain steps differ, because a kernel is not deterministic, the planned one may be a few
-times as far from them as they are from each other; under autocast, and in half precision, as far as rounding
-explains.
+promised. Where two plain steps differ, because a kernel is not deterministic, each number of the planned one
+may be a few times as far from them as they are from each other, or as another order of sums explains; under
+autocast, and in half precision, as far as rounding explains.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lowtide.trace.inputs import named_inputs
 from lowtide.trace.spec import StepSpec
 
 _SPREADS = 4  # times as far from a plain step as another plain one is
+_ANOTHER_ORDER = 1e-4  # beside the largest number of a tensor: how far sums in another order are apart
 _ROUNDINGS = 8  # of the narrowest type, beside the largest number of a tensor
 _PART, _LEAST_BYTES = 200, 4096  # a prediction may be off by one part in so many, or by so much
 _Key = tuple[str, str]  # what kind of thing, and its name
@@ -154,8 +155,7 @@ def _numbers_of_plain(step: RealStep) -> _Alike | None:
     except torch.OutOfMemoryError:
         gc.collect()
         return None
-    spread = max((_apart(first[key], second[key]) / _scale(first[key]) for key in first), default=0.0)
-    return _Alike(first, max(_SPREADS * spread, _ROUNDINGS * _rounding(step)))
+    return _Alike.of(first, second, _ROUNDINGS * _rounding(step))
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,17 @@ class _Alike:
     """What plain steps leave behind, and how far from that others may be, beside the largest number."""
 
     numbers: dict[_Key, torch.Tensor | None]
-    part: float
+    part: float  # of the largest number of a tensor
+    spread: dict[_Key, float]  # of each tensor, between plain steps
+
+    @classmethod
+    def of(
+        cls, first: dict[_Key, torch.Tensor | None], second: dict[_Key, torch.Tensor | None], least: float
+    ) -> _Alike:
+        """Two plain steps; others may be at least a part of `least` away."""
+        spread = {key: _apart(first[key], second[key]) for key in first}
+        widest = max((apart / _scale(first[key]) for key, apart in spread.items()), default=0.0)
+        return cls(first, max(_SPREADS * min(widest, _ANOTHER_ORDER), least), spread)
 
     @property
     def tolerant(self) -> bool:
@@ -173,7 +183,8 @@ class _Alike:
         """What of `others` is too far away."""
         for (what, name), number in self.numbers.items():
             apart = _apart(number, others[what, name])
-            allowed = 0.0 if what == "random state" else self.part * _scale(number)
+            allowed = max(self.part * _scale(number), _SPREADS * self.spread[what, name])
+            allowed = 0.0 if what == "random state" else allowed
             if apart > allowed:
                 yield Difference(what, name, apart, allowed)
 

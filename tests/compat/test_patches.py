@@ -19,6 +19,7 @@ import transformers.masking_utils as masks
 import transformers.utils.import_utils as utilities
 from torch import nn
 from torch._dynamo import convert_frame
+from torch._functorch._aot_autograd import collect_metadata_analysis, runtime_wrappers
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as modules
@@ -31,6 +32,7 @@ from lowtide.compat.composites import _taken_apart, as_they_run
 from lowtide.compat.dynamo_frames import Backends
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.fake_layouts import laid_out_as_kernels_do
+from lowtide.compat.gradient_layouts import gradients_laid_out, gradients_told
 from lowtide.compat.loggers import FAKE_KERNELS
 from lowtide.compat.patches import Patch, active, patched
 from lowtide.compat.views import views_as_they_run
@@ -166,6 +168,14 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
             (torch.utils, "swap_tensors"),
             (FakeTensorMode, "dispatch"),
         ),
+    ),
+    "compat/gradient_layouts": (
+        lambda: gradients_told(lambda gradient, strides: None),
+        ((runtime_wrappers, "coerce_to_expected_memory_format"),),
+    ),
+    "compat/gradient_layouts, known": (
+        lambda: gradients_laid_out([None]),
+        ((collect_metadata_analysis, "coerce_tangent_and_suggest_memory_format"),),
     ),
     "compat/fake_layouts": (laid_out_as_kernels_do, ((FakeTensorMode, "dispatch"),)),
     "cost/cuda_rules": (cuda_rules, ON_CUDA),

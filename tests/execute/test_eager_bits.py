@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowtide.execute.ops_forward import plans_of
+from lowtide.ir.assumptions import GradientLayouts
+from lowtide.ir.recomputable import BETWEEN_GRAPHS
 from lowtide.solvers.solution import GraphSolution
 from tests.helpers.eager import assert_trains_like_plain
 from tests.helpers.effort import long_but
@@ -88,3 +90,34 @@ def unused_at_the_end(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [unused_dropout, unused_noise, unused_in_place, unused_at_the_end])
 def test_a_random_op_whose_result_nobody_uses_draws_all_the_same(function: Callable[..., Any]) -> None:
     assert_trains_like_plain(Around(function, 4, 6), torch.randn(4, 6))
+
+
+# Gradients that do not lie as the output does ---------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    """Its output is not laid out row by row, as the gradient is that a loss hands it."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.conv, self.last = nn.Linear(3, 8), nn.Conv1d(8, 8, 3), nn.Conv1d(8, 8, 3)
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.gelu(self.conv(self.stem(x).mT).mT)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return F.gelu(self.last(y.mT).mT)
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "two graphs"])
+def test_gradients_are_taken_as_they_lie_and_not_copied(breaks: bool) -> None:
+    model = Turned(breaks)
+    assert_trains_like_plain(model, torch.randn(3, 10, 3), loss=lambda output: output.square().mean())
+    (solution,) = plans_of(model)
+    assert isinstance(solution, GraphSolution)
+    layouts = [each for each in solution.graph.assumptions if isinstance(each, GradientLayouts)]
+    assert GradientLayouts(int(breaks), (((3, 6, 8), (48, 8, 1)),)) in layouts
+    between = [op.target for op in solution.graph.ops if op.section == BETWEEN_GRAPHS]
+    assert not any("copy" in target for target in between)

@@ -25,7 +25,7 @@ from lowtide.compat.dynamo import uncompiled
 from lowtide.compat.patches import patched
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotApply, CannotCapture, LowtideError
-from lowtide.ir.assumptions import Assumption, Guess, NoGradient, UseByUse
+from lowtide.ir.assumptions import Assumption, GradientLayouts, Guess, NoGradient, UseByUse
 from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, StepName, assigned_name, gradient_name
 from lowtide.trace.fakes import Resident, Twins, faked, stage
 from lowtide.trace.graph_builder import GraphBuilder
@@ -38,8 +38,9 @@ from lowtide.trace.step import NOTHING_TO_TRAIN, Example, Loss, carried_loss, de
 from lowtide.trace.user_lines import current_line, line_read
 
 aten = torch.ops.aten
-_OF_GRAPHS = (NoGradient, UseByUse)  # what is found out by a capture, for the next one
+_OF_GRAPHS = (NoGradient, UseByUse, GradientLayouts)  # what is found out by a capture, for the next one
 _WRITES = (aten.copy_.default, aten.add_.Tensor)  # how captured graphs update buffers
+_MOST_FINDINGS = 3  # captures after the first: how one graph's gradients lie depends on the graphs after it
 _Run = Callable[[Any, nn.Module, Loss | None, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
 
 
@@ -104,9 +105,9 @@ def capture_forward(
     What the model's own hooks do, and the loss, runs eagerly, and is written down as such. `assumptions`
     are those of a dry run of the same step. The graphs as they are taken apart are left in `spares`.
 
-    Which outputs get no gradient, and which inputs several graphs use, is found out by capturing the step,
-    which is then captured anew. What was found for other inputs is `expected`: that saves the first time,
-    where it is so.
+    Which outputs get no gradient, how the gradients of the others lie in memory, and which inputs several
+    graphs use, is found out by capturing the step, which is then captured anew. What was found for other
+    inputs is `expected`: that saves the first time, where it is so.
     """
     taken = tuple(dict.fromkeys((*assumptions, *(each for each in expected if isinstance(each, _OF_GRAPHS)))))
     captured = partial(_capture, model, example, loss, device, name, _step_around_forward)
@@ -117,10 +118,19 @@ def capture_forward(
             raise
         taken = tuple(assumptions)
         graph = captured(taken, spares)
-    if any(isinstance(found, _OF_GRAPHS) and found not in taken for found in graph.assumptions):
-        taken = (*taken, *graph.assumptions)
+    for _ in range(_MOST_FINDINGS):
+        found = [each for each in graph.assumptions if isinstance(each, _OF_GRAPHS) and each not in taken]
+        if not found:
+            break
+        taken = tuple(dict.fromkeys((*_without_other_layouts(taken, found), *graph.assumptions)))
         graph = captured(taken, spares)
     return replace(graph, assumptions=tuple(dict.fromkeys((*taken, *graph.assumptions))))
+
+
+def _without_other_layouts(taken: Sequence[Assumption], found: Sequence[Assumption]) -> Iterator[Assumption]:
+    """What was taken to be so, but for layouts of gradients that were found to be others."""
+    graphs = {each.graph for each in found if isinstance(each, GradientLayouts)}
+    return (each for each in taken if not (isinstance(each, GradientLayouts) and each.graph in graphs))
 
 
 def _capture(
@@ -328,7 +338,8 @@ class _GraphRecorder(Recorder):
         graph = self._held.in_graph(self.builder.finish(value for _, value in self.alive()))
         # On another path an output that got no gradient on this one may get one.
         gradientless: tuple[Assumption, ...] = self.guesses.made or tuple(self.sections.found_gradientless())
-        return replace(graph, assumptions=(*gradientless, *self.sections.entries.found()))
+        found = (*gradientless, *self.sections.found_layouts(), *self.sections.entries.found())
+        return replace(graph, assumptions=found)
 
     def _add_assigned_buffers(self) -> None:
         """What the step leaves in place of a buffer, where that is another tensor, is a result of it."""

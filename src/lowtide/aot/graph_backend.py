@@ -17,12 +17,14 @@ from torch import fx
 
 from lowtide.aot.eager_kernels import use_eager_kernels
 from lowtide.aot.halves import Halves, identity, results_of
+from lowtide.aot.known import NOTHING, Known
 from lowtide.aot.mark import Mark
 from lowtide.aot.unused_draws import draw_once, name_results_of_unused_draws
 from lowtide.aot.unused_outputs import cut_off
 from lowtide.aot.use_by_use import enter_use_by_use
 from lowtide.compat.composites import as_they_run
 from lowtide.compat.dynamo import Run, aot_autograd, boxed, default_partition, drawing_as_eager
+from lowtide.compat.gradient_layouts import gradients_laid_out
 from lowtide.compat.views import views_as_they_run
 from lowtide.ir.strides import viewed
 
@@ -72,18 +74,11 @@ class CapturedGraph(ABC):
         return self.apart.halves
 
     def compile(
-        self,
-        module: fx.GraphModule,
-        inputs: Sequence[Any],
-        gradientless: Sequence[int] = (),
-        use_by_use: Sequence[int] = (),
+        self, module: fx.GraphModule, inputs: Sequence[Any], known: Known = NOTHING
     ) -> Callable[..., Any]:
-        """What Dynamo is to call in place of `module`.
-
-        Of its outputs `gradientless` get no gradient, and its inputs `use_by_use` enter once for each use.
-        """
-        self._apart = TakenApart(self, identity(module, gradientless, use_by_use))
-        return self._apart.compile(module, inputs, gradientless, use_by_use)
+        """What Dynamo is to call in place of `module`, of whose inputs and outputs something is `known`."""
+        self._apart = TakenApart(self, identity(module, known))
+        return self._apart.compile(module, inputs, known)
 
     def compile_as(self, apart: TakenApart) -> Callable[..., Any]:
         """The same for a graph that another backend has compiled, which is done with it."""
@@ -106,13 +101,7 @@ class TakenApart:
         self.halves: Halves | None = None
         self.call: Callable[..., Any] | None = None
 
-    def compile(
-        self,
-        module: fx.GraphModule,
-        inputs: Sequence[Any],
-        gradientless: Sequence[int],
-        use_by_use: Sequence[int],
-    ) -> Callable[..., Any]:
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any], known: Known) -> Callable[..., Any]:
         """What Dynamo is to call."""
         compile_ = aot_autograd(
             fw_compiler=self._compile_forward,
@@ -120,12 +109,17 @@ class TakenApart:
             partition_fn=self._partition,
             keep_inference_input_mutations=True,  # updates of buffers become ops of the forward
         )
-        with drawing_as_eager(), as_they_run(), views_as_they_run(viewed):
+        with (
+            drawing_as_eager(),
+            as_they_run(),
+            views_as_they_run(viewed),
+            gradients_laid_out(known.layouts),
+        ):
             self.call = enter_use_by_use(
                 module,
                 inputs,
-                use_by_use,
-                lambda module, inputs: cut_off(module, gradientless, lambda: compile_(module, inputs)),
+                known.use_by_use,
+                lambda module, inputs: cut_off(module, known.gradientless, lambda: compile_(module, inputs)),
             )
         return self.call
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.aot.known import Known
 from lowtide.compat.tensors import storage_key, tensors_in
 from lowtide.trace.graph_builder import is_op
 
@@ -53,16 +54,12 @@ class Halves:
         return [] if self.backward is None else results_of(self.backward)
 
 
-def identity(
-    module: fx.GraphModule, gradientless: Sequence[int], use_by_use: Sequence[int] = ()
-) -> str | None:
-    """Tells one of Dynamo's graphs from others: what it does with what, and what is done with it.
-
-    That is which outputs get no gradient, and which inputs enter once for each use.
+def identity(module: fx.GraphModule, known: Known) -> str | None:
+    """Tells one of Dynamo's graphs from others: what it does with what, and what is known of it.
 
     None where that cannot be told: there are tensors or graphs inside of it.
     """
-    lines = [f"{list(gradientless)} {list(use_by_use)}"]
+    lines = [f"{known}"]
     storages: dict[int, int] = {}
     for node in module.graph.nodes:
         if node.op in ("get_attr", "call_module"):

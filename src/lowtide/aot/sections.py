@@ -23,15 +23,18 @@ from torch import fx, nn
 
 from lowtide.aot.graph_backend import CapturedGraph, TakenApart
 from lowtide.aot.halves import module_stack
+from lowtide.aot.known import known_of
 from lowtide.aot.mark import Mark
-from lowtide.aot.unused_outputs import differentiable_outputs, gradientless
-from lowtide.aot.use_by_use import Entries, inputs_use_by_use
+from lowtide.aot.unused_outputs import differentiable_outputs
+from lowtide.aot.use_by_use import Entries
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import CHATTY_LOGGERS, configured, graph_breaks
 from lowtide.compat.dynamo_caches import forget_compiled, forget_tracing
 from lowtide.compat.fake_kernels import as_kernels_do
-from lowtide.ir.assumptions import Assumption, NoGradient
+from lowtide.compat.gradient_layouts import gradients_told
+from lowtide.ir.assumptions import Assumption, GradientLayouts, Layout, NoGradient
 from lowtide.ir.graph import Phase
+from lowtide.ir.strides import Ints, overlaps
 from lowtide.trace.attribution import Attribution, Place
 from lowtide.trace.hf_masks import unnoticed_by_transformers
 from lowtide.trace.recorder import Spot
@@ -201,12 +204,13 @@ class Sections:
         self.notes: dict[str, None] = {}
         self.count = 0
         self._earlier_breaks = len(graph_breaks())
+        self._arrived: list[tuple[Layout | None, Ints | None]] = []
 
     @contextmanager
     def captured(self) -> Iterator[Backend]:
         """A backend that captures, and Dynamo set up for it; afterwards it remembers nothing of that."""
         backend = self.compile  # the very same object each time: Dynamo tells backends apart by that
-        with compiling(self.assumptions):
+        with compiling(self.assumptions), gradients_told(self._arrive):
             try:
                 yield backend
             finally:
@@ -216,12 +220,9 @@ class Sections:
         """Capture one of Dynamo's graphs."""
         graph = _WalkedGraph(self, differentiable_outputs(module))
         self.graphs.append(graph)
-        number, assumptions = len(self.graphs) - 1, self.assumptions
+        number = len(self.graphs) - 1
         watched = self.entries.watch(number, module)
-        call = graph.compile(
-            module, inputs, gradientless(assumptions, number), inputs_use_by_use(assumptions, number)
-        )
-        return watched(call)
+        return watched(graph.compile(module, inputs, known_of(number, self.assumptions)))
 
     def taken_apart(self) -> list[TakenApart]:
         """The graphs, for a backend that is to run them now. This one is done with them."""
@@ -234,6 +235,25 @@ class Sections:
             for number, graph in enumerate(self.graphs)
             for position in sorted(graph.zeros or ())
         ]
+
+    def found_layouts(self) -> list[GradientLayouts]:
+        """Assumptions for another capture: how gradients lie that this one took to lie otherwise."""
+        return [
+            GradientLayouts(number, graph.layouts)
+            for number, graph in enumerate(self.graphs)
+            if graph.layouts
+        ]
+
+    def _arrive(self, gradient: torch.Tensor, taken: Ints | None) -> None:
+        """A gradient is about to enter a backward. One that repeats itself is copied as ever."""
+        shape, strides = tuple(gradient.shape), gradient.stride()
+        is_known = taken is not None and not overlaps(shape, strides)
+        self._arrived.append(((shape, strides) if is_known else None, taken))
+
+    def arrived(self) -> list[tuple[Layout | None, Ints | None]]:
+        """How gradients lie that enter the backward that now begins, and the strides that were expected."""
+        found, self._arrived = self._arrived, []
+        return found
 
     def note_breaks(self) -> None:
         """Say where, and why, Dynamo ended a graph before its time."""
@@ -264,6 +284,7 @@ class _WalkedGraph(CapturedGraph):
         super().__init__()
         self.outputs = outputs  # those that autograd may hand a gradient to
         self.zeros: set[int] | None = None  # which of these got zeros, whenever a backward ran
+        self.layouts: tuple[Layout | None, ...] | None = None  # of gradients, if other than they were taken
         self._sections = sections
         self._runs: dict[int, Section] = {}
 
@@ -285,6 +306,7 @@ class _WalkedGraph(CapturedGraph):
         backward = self.halves.backward
         assert backward is not None, "only a forward with a backward leaves a mark"
         self._look_for_zeros(args[len(args) - len(self.halves.tangents) :])
+        self._look_at_layouts(self._sections.arrived())
         return _Walk(backward, self._sections, self._runs[mark.section], Phase.BACKWARD).boxed_run(args)
 
     def _look_for_zeros(self, tangents: Sequence[Any]) -> None:
@@ -292,6 +314,13 @@ class _WalkedGraph(CapturedGraph):
             return  # others are among them: of changed inputs, say
         zeros = {position for position, tangent in enumerate(tangents) if self._sections.is_zero(tangent)}
         self.zeros = zeros if self.zeros is None else self.zeros & zeros
+
+    def _look_at_layouts(self, arrived: Sequence[tuple[Layout | None, Ints | None]]) -> None:
+        """Whether the gradients lie as they were taken to; the first backward tells."""
+        if self.layouts is not None or len(arrived) != len(self.halves.tangents):
+            return
+        as_taken = all(layout is None or layout[1] == taken for layout, taken in arrived)
+        self.layouts = () if as_taken else tuple(layout for layout, _ in arrived)
 
 
 class _Walk(fx.Interpreter):

@@ -8,20 +8,13 @@ captured are cut off from the graph. Should a gradient reach them after all, it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from lowtide.errors import CannotApply
-from lowtide.ir.assumptions import Assumption, NoGradient
-
-
-def gradientless(assumptions: Collection[Assumption], graph: int) -> tuple[int, ...]:
-    """The outputs of a graph that get no gradient, according to what was assumed."""
-    found = (each for each in assumptions if isinstance(each, NoGradient))
-    return tuple(each.output for each in found if each.graph == graph)
 
 
 def differentiable_outputs(module: fx.GraphModule) -> list[int]:

@@ -17,13 +17,7 @@ import torch
 from torch import fx
 
 from lowtide.compat.dispatch import without_modes
-from lowtide.ir.assumptions import Assumption, UseByUse
-
-
-def inputs_use_by_use(assumptions: Collection[Assumption], graph: int) -> tuple[int, ...]:
-    """The inputs that enter a graph once for each use, according to what was found."""
-    found = (each for each in assumptions if isinstance(each, UseByUse))
-    return tuple(each.input for each in found if each.graph == graph)
+from lowtide.ir.assumptions import UseByUse
 
 
 class Entries:

@@ -96,7 +96,7 @@ _NORMS = frozenset(
 def laid_out_as_kernels_do() -> Iterator[None]:
     """While the block runs, what fakes make is of the types that kernels make, and on the CPU lies in memory
     as what they make there."""
-    before = FakeTensorMode.dispatch
+    before: Callable[..., Any] = FakeTensorMode.dispatch
 
     def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made: Any = before(mode, func, types, args, kwargs)

@@ -24,10 +24,9 @@ from lowtide.aot.codegen import SectionCode, emit, kind_of, kind_of_section
 from lowtide.aot.draw import drawn
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.halves import identity
+from lowtide.aot.known import known_of
 from lowtide.aot.mark import Mark
 from lowtide.aot.planned_graph import PlannedGraph
-from lowtide.aot.unused_outputs import gradientless
-from lowtide.aot.use_by_use import inputs_use_by_use
 from lowtide.compat.dynamo import take_a_list
 from lowtide.ir.graph import Graph
 from lowtide.ir.keep import keep_only
@@ -102,10 +101,9 @@ class Execution:
         """Compile one of Dynamo's graphs."""
         # What is compiled again, because something that it was compiled for has changed, keeps its number.
         number = self._numbers.setdefault(1 + self._latest, len(self._numbers))
-        cut_off = gradientless(self.graph.assumptions, number)
-        use_by_use = inputs_use_by_use(self.graph.assumptions, number)
-        graph, spare = _ScheduledGraph(self), self._spares.take(identity(module, cut_off, use_by_use))
-        return graph.compile_as(spare) if spare else graph.compile(module, inputs, cut_off, use_by_use)
+        known = known_of(number, self.graph.assumptions)
+        graph, spare = _ScheduledGraph(self), self._spares.take(identity(module, known))
+        return graph.compile(module, inputs, known) if spare is None else graph.compile_as(spare)
 
     def section_of(self, kind: int) -> int | None:
         """The section that begins to run now and does what `kind` says; None if the plan has none left.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
+
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # a shape and strides
 
 
 class Finding(StrEnum):
@@ -36,6 +39,20 @@ class UseByUse:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientLayouts:
+    """The gradients that enter a graph's backward have these shapes and strides.
+
+    None: as one is taken to lie that nothing is known of.
+    """
+
+    graph: int
+    layouts: tuple[Layout | None, ...]
+
+    def __str__(self) -> str:
+        return f"gradients enter graph {self.graph} with shapes and strides {json.dumps(self.layouts)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Guess:
     """A number that exists only when the step runs; the path is the one for `number`."""
 
@@ -46,4 +63,4 @@ class Guess:
         return f"taken to be {self.number}: {self.line}"
 
 
-Assumption: TypeAlias = Finding | NoGradient | UseByUse | Guess
+Assumption: TypeAlias = Finding | NoGradient | UseByUse | GradientLayouts | Guess

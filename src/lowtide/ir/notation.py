@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import TypeVar
 
-from lowtide.ir.assumptions import Assumption, Finding, Guess, NoGradient, UseByUse
+from lowtide.ir.assumptions import Assumption, Finding, GradientLayouts, Guess, Layout, NoGradient, UseByUse
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Signs, Symbol, Tensor, Value
 from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step
 from lowtide.text.documents import SCHEMA, Json, Reader, Unexpected
@@ -21,6 +22,9 @@ _USE_BY_USE = re.compile(
     r"input (?P<input>\d{1,9}) of graph (?P<graph>\d{1,9}) enters once for each use", re.ASCII
 )
 _GUESS = re.compile(r"taken to be (?P<number>[^:]+): (?P<line>.+)", re.DOTALL)
+_LAYOUTS = re.compile(
+    r"gradients enter graph (?P<graph>\d{1,9}) with shapes and strides (?P<layouts>\[.*\])", re.ASCII
+)
 NEWEST_SCHEMA = 2  # of documents with a schedule
 
 # Writing --------------------------------------------------------------------------------------------
@@ -178,9 +182,23 @@ def _assumption_from_json(entry: Reader) -> Assumption:
         return NoGradient(output=int(found[1]), graph=int(found[2]))
     if found := _USE_BY_USE.fullmatch(text):
         return UseByUse(input=int(found["input"]), graph=int(found["graph"]))
+    if found := _LAYOUTS.fullmatch(text):
+        return GradientLayouts(int(found["graph"]), tuple(_layouts(found["layouts"], entry.where)))
     if found := _GUESS.fullmatch(text):
         return Guess(found["number"], found["line"])
     return entry.choice(Finding)
+
+
+def _layouts(text: str, where: str) -> Iterator[Layout | None]:
+    try:
+        layouts = json.loads(text)
+        for layout in layouts:
+            shape, strides = layout or ((), ())
+            if not all(type(number) is int for number in (*shape, *strides)):
+                raise ValueError
+            yield layout and (tuple(shape), tuple(strides))
+    except (TypeError, ValueError):
+        raise Unexpected(f"{where} should have pairs of shapes and strides, found {text}") from None
 
 
 def _op_from_json(position: int, entry: Reader) -> Op:

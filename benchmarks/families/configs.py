@@ -104,7 +104,12 @@ def _shrunk(usual: Any, shrink: Shrink) -> Any:
         )
     if getattr(usual, "is_encoder_decoder", False) and getattr(usual, "decoder_start_token_id", 0) is None:
         changed["decoder_start_token_id"] = 0
-    return type(usual)(**changed)
+    if "default_language" in fields and fields["default_language"] is None:
+        changed["default_language"] = fields["languages"][0]
+    small = type(usual)(**changed)
+    if getattr(small, "head_dim", 0) is None and getattr(small, "num_attention_heads", None):
+        small.head_dim = small.hidden_size // small.num_attention_heads  # not every model works it out
+    return small
 
 
 def _backbone(maps: int) -> Any:

@@ -126,13 +126,15 @@ def _compiled(subject: Subject, budget: str | int) -> Planned:
         plans = plans_of_backend(options)
         if len(plans) != 1 or counters["graph_break"]:
             return None  # what runs between graphs is not counted
-        return Promise(allowed_bytes(plans[0]), _resident_bytes(plans[0].graph))
+        return Promise(allowed_bytes(plans[0]), _bytes_before(plans[0].graph))
 
     return Planned(step, promise, lambda: "compiled", lambda: None)
 
 
-def _resident_bytes(graph: Graph) -> int:
-    return sum(graph.counted_bytes(value) for value in graph.resident)
+def _bytes_before(graph: Graph) -> int:
+    """What is there before the step. What autograd hands to its backward is counted too, but comes later."""
+    there = (value for value in graph.resident if not graph.values[value].name.startswith("tangents_"))
+    return sum(graph.counted_bytes(value) for value in there)
 
 
 def _in_arena(subject: Subject, budget: str | int) -> Planned:

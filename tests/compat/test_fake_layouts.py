@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide
 from lowtide.compat.fake_layouts import laid_out_as_kernels_do
+from lowtide.compat.kernels import functional_batch_norm
+from lowtide.compat.tensors import tensors_in
 
 C = 8
 LAST = torch.channels_last
@@ -35,7 +38,12 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max_unpool": lambda x, y: F.max_unpool2d(
         x[..., :3, :3], torch.arange(9).expand(len(x), C, 9).view(-1, C, 3, 3), [2, 2]
     ),
+    "dropout's backward": lambda x, y: torch.ops.aten.native_dropout_backward(x, y > 0, 2.0),
+    "elu's backward": lambda x, y: torch.ops.aten.elu_backward(x, 1, 1, 1, False, y),
+    "hardsigmoid's backward": torch.ops.aten.hardsigmoid_backward.default,
     "hardswish's backward": torch.ops.aten.hardswish_backward.default,
+    "hardtanh's backward": lambda x, y: torch.ops.aten.hardtanh_backward(x, y, -1, 1),
+    "log_softmax's backward": lambda x, y: torch.ops.aten._log_softmax_backward_data(x, y, 1, x.dtype),
     "softplus' backward": lambda x, y: torch.ops.aten.softplus_backward(x, y, 1, 20),
     "reflection's backward": lambda x, y: torch.ops.aten.reflection_pad2d_backward(
         F.pad(x, [1] * 4), y, [1] * 4
@@ -90,6 +98,66 @@ def test_a_result_is_of_the_type_that_its_kernel_makes(op: str, kind: torch.dtyp
     with FakeTensorMode(), laid_out_as_kernels_do():
         fakes = [made.dtype for made in MIXED[op](torch.randn(3, C, 6, 6, dtype=kind))]
     assert fakes == [made.dtype for made in MIXED[op](torch.randn(3, C, 6, 6, dtype=kind))]
+
+
+def _in_memory(made: Any) -> list[tuple[Any, ...]]:
+    return [
+        (each.stride(), each.storage_offset(), each.untyped_storage().nbytes(), each.dtype)
+        for each in tensors_in(made)
+    ]
+
+
+def _half() -> Tensor:
+    return torch.randn(3, C, 6, 6).bfloat16()
+
+
+def _part() -> Tensor:
+    """A part of something larger, in an order of its own."""
+    return torch.randn(6, 5, C).transpose(0, 1)[1:4]
+
+
+IN_MEMORY: dict[str, Callable[[], Any]] = {
+    "a norm's statistics": lambda: torch.ops.aten.native_batch_norm(
+        _half(), *_affine(), *_affine(), True, 0.1, 1e-5
+    ),
+    "a captured norm's statistics": lambda: functional_batch_norm(
+        _half(), None, None, *_affine(), True, 0.1, 1e-5
+    ),
+    "an evaluated norm's statistics": lambda: torch.ops.aten._native_batch_norm_legit_no_training(
+        _half(), *_affine(), *_affine(), 0.1, 1e-5
+    ),
+    "layer norm's statistics": lambda: torch.ops.aten.native_layer_norm(_half(), [6], *_sixes(), 1e-5),
+    "group norm's statistics": lambda: torch.ops.aten.native_group_norm(
+        _half(), *_affine(), 3, C, 36, 2, 1e-5
+    ),
+    "a part written anew": lambda: torch.ops.aten.copy(_part(), torch.ones(C)),
+    "a number repeated, written anew": lambda: torch.ops.aten.copy(
+        torch.ones(()).expand(3, 4), torch.ones(4)
+    ),
+    "a slice scattered": lambda: torch.ops.aten.slice_scatter(_part(), torch.ones(1, 6, C), 0, 1, 2),
+    "a place scattered": lambda: torch.ops.aten.select_scatter(_part(), torch.ones(6, C), 0, 1),
+    "a diagonal scattered": lambda: torch.ops.aten.diagonal_scatter(_part(), torch.ones(C, 3)),
+    "a mean square": lambda: F.mse_loss(_part(), torch.ones(3, 6, C)),
+    "all squares": lambda: F.mse_loss(_part(), torch.ones(3, 6, C), reduction="none"),
+    "a smooth distance": lambda: F.smooth_l1_loss(_part(), torch.ones(3, 6, C)),
+    "a soft margin": lambda: F.soft_margin_loss(_part(), torch.ones(3, 6, C)),
+    "a cross entropy of two": lambda: F.binary_cross_entropy(torch.ones(3, 4), torch.ones(3, 4)),
+    "a number repeated": lambda: torch.ones(()).expand(1, 1),
+    "a result of one place": lambda: torch.ones(3, C, 1, 1).to(memory_format=LAST).relu(),
+    "one place changed": lambda: torch.ones(3, C, 1, 1).to(memory_format=LAST).relu_(),
+    "one place in half the bytes": lambda: torch.ones(3, C, 1, 1).to(memory_format=LAST).bfloat16(),
+}
+
+
+def _sixes() -> tuple[Tensor, Tensor]:
+    return torch.ones(6), torch.ones(6)
+
+
+@pytest.mark.parametrize("what", IN_MEMORY)
+def test_a_result_has_the_memory_that_its_kernel_leaves_behind_it(what: str) -> None:
+    with FakeTensorMode(), laid_out_as_kernels_do():
+        fakes = _in_memory(IN_MEMORY[what]())
+    assert fakes == _in_memory(IN_MEMORY[what]())
 
 
 def test_a_norm_over_transposed_places_trains_by_a_plan_to_the_bit() -> None:

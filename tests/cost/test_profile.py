@@ -307,6 +307,17 @@ def test_costs_are_put_on_the_ops_that_have_them_and_outputs_only_where_they_mat
     assert [op.workspace_bytes for op in kept.ops] == [7, 8]
 
 
+def test_what_looks_at_a_part_may_have_copied_all_of_it_which_a_profile_has_not_seen() -> None:
+    drawing = Drawing()
+    for name, count in (("x", 10), ("a", 10)):
+        drawing.value(name, count)
+    drawing.op("aten.copy.default", [0], [1])
+    graph = drawing.graph()
+    part = replace(graph, tensors=(replace(graph.tensors[0], shape=(4,)), graph.tensors[1]))
+    costs = {signature(op, part): Cost(7, 0.5, (4,)) for op in part.ops}
+    assert with_costs(part, costs, profiled_on="there").values[1].bytes == 10
+
+
 def test_what_libraries_hold_is_a_resident_value_and_is_counted_once() -> None:
     graph = one_op("aten.mm.default", 64)
     once = with_costs(graph, {}, profiled_on="there", library=4096)

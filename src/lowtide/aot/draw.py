@@ -52,6 +52,7 @@ def drawn(halves: Halves, static: frozenset[int]) -> Drawn:
 
     came = residents(halves.given, lambda position: Role.PARAMETER if position in static else Role.BATCH)
     tangents = residents(halves.tangents, lambda _: Role.BATCH)
+    residents(halves.constants, lambda _: Role.BATCH)
     in_forward, in_backward = halves.ops
     for phase, nodes in ((Phase.FORWARD, in_forward), (Phase.BACKWARD, in_backward)):
         for node in nodes:

@@ -37,6 +37,12 @@ class Halves:
         return list(self.forward.graph.find_nodes(op="placeholder"))
 
     @cached_property
+    def constants(self) -> list[fx.Node]:
+        """Tensors of the user's code that are there before the step."""
+        graphs = (half.graph for half in (self.forward, self.backward) if half is not None)
+        return [node for graph in graphs for node in graph.find_nodes(op="get_attr")]
+
+    @cached_property
     def made(self) -> list[Any]:
         """What the forward makes for the user: nodes, and constants."""
         return results_of(self.forward)[: self.user_results]

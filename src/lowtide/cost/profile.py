@@ -21,6 +21,7 @@ from lowtide.cost.measure import present_device
 from lowtide.cost.op_bench import Failure, OpCall, measure_calls
 from lowtide.errors import BadFile
 from lowtide.ir.graph import Graph, Op, Role, Tensor, argument_tensors, short_name
+from lowtide.ir.validate import extent_bytes
 
 Progress: TypeAlias = Callable[[int, int], None]  # ops done, ops in all
 
@@ -95,9 +96,17 @@ def with_costs(graph: Graph, costs: Mapping[str, Cost], *, profiled_on: str, lib
         )
         if cost.output_bytes is not None and len(cost.output_bytes) == len(op.creates):
             for value, size in zip(op.creates, cost.output_bytes, strict=True):
-                values[value] = replace(values[value], bytes=size)
+                least = values[value].bytes if _looks_at_parts(op, graph) else 0
+                values[value] = replace(values[value], bytes=max(size, least))
     priced = replace(graph, ops=tuple(ops), values=tuple(values), profiled_on=profiled_on)
     return with_library(priced, library)
+
+
+def _looks_at_parts(op: Op, graph: Graph) -> bool:
+    """Whether more lies around an argument than it looks at: a step may copy that too, a profile has none."""
+    tensors = [graph.tensors[number] for number in argument_tensors(op)]
+    reaches = ((extent_bytes(replace(each, offset=0)), graph.values[each.value].bytes) for each in tensors)
+    return any(reach < whole for reach, whole in reaches)
 
 
 def environment(device: torch.device) -> str:

@@ -121,3 +121,62 @@ def test_gradients_are_taken_as_they_lie_and_not_copied(breaks: bool) -> None:
     assert GradientLayouts(int(breaks), (((3, 6, 8), (48, 8, 1)),)) in layouts
     between = [op.target for op in solution.graph.ops if op.section == BETWEEN_GRAPHS]
     assert not any("copy" in target for target in between)
+
+
+# Weights that autocast casts once -----------------------------------------------------------------------
+
+
+class Reused(nn.Module):
+    """A layer, a cell and a bare weight under autocast, each of them used several times."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.layer, self.cell = nn.Linear(16, 16), nn.LSTMCell(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = getattr(self, self.way)(x)
+        return found
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.layer(self.layer(x).relu())
+        return x.float()
+
+    def tied_and_in_full(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = F.linear(self.layer(x).relu(), self.layer.weight).float() * self.layer.bias
+            return x.exp() @ self.layer.weight.tanh()
+
+    def a_cell(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            state = self.cell(x, self.cell(x))
+            x, _ = self.cell(x, state)
+        return x.float()
+
+    def in_blocks_of_their_own(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.layer(self.layer(x)).float()
+        return x
+
+    def cast_in_words(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = x.bfloat16() @ self.layer.weight.to(torch.bfloat16)
+            return (x.relu() @ self.layer.weight.to(torch.bfloat16)).float()
+
+
+WAYS = ("twice", "tied_and_in_full", "a_cell", "in_blocks_of_their_own", "cast_in_words")
+
+
+@pytest.mark.parametrize("way", long_but(WAYS, "twice", "a_cell"))
+def test_a_weight_that_is_used_again_under_autocast(way: str) -> None:
+    assert_trains_like_plain(Reused(way), torch.randn(32, 16))
+
+
+def test_a_weight_that_is_used_again_under_autocast_around_the_model() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    model[2].weight = model[0].weight
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_trains_like_plain(model, torch.randn(32, 16), steps=1)

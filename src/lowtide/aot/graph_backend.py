@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.aot.casts import cast_once
 from lowtide.aot.eager_kernels import use_eager_kernels
 from lowtide.aot.halves import Halves, identity, results_of
 from lowtide.aot.known import NOTHING, Known
@@ -118,7 +119,7 @@ class TakenApart:
             gradients_laid_out(known.layouts),
         ):
             self.call = enter_use_by_use(
-                module,
+                cast_once(module, inputs),
                 inputs,
                 known.use_by_use,
                 lambda module, inputs: cut_off(module, known.gradientless, lambda: compile_(module, inputs)),

@@ -23,6 +23,7 @@ PRIVATE = (
     ),
     Private("torch.overrides._get_current_function_mode", "tells whether another mode is on above ours"),
     Private("torch._ops.OpOverload", "what an op is that has a schema; higher-order ones have none"),
+    Private("torch._ops.HigherOrderOperator", "what an op is that is given functions, torch.cond say"),
     Private("torch._ops.OpOverload._schema", "arguments and results of an op, and what it writes to"),
     Private(
         "torch._C._dispatch_has_kernel_for_dispatch_key", "tells whether a device has a kernel for an op"
@@ -49,6 +50,11 @@ def is_wrapper(kind: type) -> bool:
 def is_plain_op(func: object) -> bool:
     """Whether `func` is an op with a schema and tags."""
     return isinstance(func, torch._ops.OpOverload)
+
+
+def is_higher_order(func: object) -> bool:
+    """Whether `func` is an op that is given functions."""
+    return isinstance(func, torch._ops.HigherOrderOperator)
 
 
 def schema_of(func: Any) -> Any:

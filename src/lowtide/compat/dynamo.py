@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.utils import graph_break_reasons as _graph_break_reasons
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.partitioners import default_partition as _default_partition
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.graph import _BoxedCodeGen
 
 from lowtide.compat.loggers import FAKE_KERNELS
@@ -46,6 +47,8 @@ PRIVATE = (
     Private("torch._dynamo.metrics_context", "a logger goes by this name that fails before torch 2.12"),
     Private("torch._dynamo.variables.tensor", "a logger goes by this name that repeats what errors say"),
     Private("torch.fx.graph._BoxedCodeGen", "generated functions that take a list of arguments and empty it"),
+    Private("torch.amp.autocast_mode._enter_autocast", "begins a block of autocast in a captured graph"),
+    Private("torch.amp.autocast_mode._exit_autocast", "ends one"),
     Private(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod", "the module that torch.compile has wrapped"
     ),
@@ -68,6 +71,8 @@ CHATTY_LOGGERS = (
     "torch._dynamo.variables.tensor",
     FAKE_KERNELS,
 )
+
+BEGINS_AUTOCAST, ENDS_AUTOCAST = _enter_autocast, _exit_autocast  # calls in a captured graph
 
 _FRAMES_TO_AUTOGRAD = 16  # from a function that runs a backward: those of lowtide, and AOTAutograd's own
 

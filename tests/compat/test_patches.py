@@ -29,6 +29,7 @@ import lowtide
 from lowtide.aot import capture
 from lowtide.cli.quiet import undisturbed
 from lowtide.compat.composites import _taken_apart, as_they_run
+from lowtide.compat.draws import filled_as_they_lie
 from lowtide.compat.dynamo_frames import Backends
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.fake_layouts import laid_out_as_kernels_do
@@ -154,6 +155,13 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
     "compat/composites": (
         as_they_run,
         tuple((op, name) for op in _taken_apart() for name in ("py_kernels", "_dispatch_cache")),
+    ),
+    "compat/draws": (
+        filled_as_they_lie,
+        (
+            (torch.ops.aten.bernoulli_.float, "python_key_table"),
+            (torch.ops.aten.bernoulli_.Tensor, "_dispatch_cache"),
+        ),
     ),
     "compat/views": (lambda: views_as_they_run(viewed), ((fake_impls, "op_implementations_dict"),)),
     "cli/quiet": (undisturbed, ((KERNELS, "disabled"),)),

@@ -92,6 +92,29 @@ def test_a_random_op_whose_result_nobody_uses_draws_all_the_same(function: Calla
     assert_trains_like_plain(Around(function, 4, 6), torch.randn(4, 6))
 
 
+def filled_by_half(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.empty_like(x).bernoulli_(0.5)
+
+
+def filled_by_numbers(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.empty_like(x).bernoulli_(x.detach().sigmoid()) * torch.empty_like(x).bernoulli_()
+
+
+FILLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout in place": lambda x: F.dropout(x.sin(), 0.5, inplace=True),
+    "alpha dropout": lambda x: F.alpha_dropout(x.sin(), 0.5, training=True),
+    "by half": filled_by_half,
+    "by numbers": filled_by_numbers,
+}
+
+
+@pytest.mark.parametrize("name", long_but(FILLED, "dropout in place", "by numbers"))
+def test_masks_are_filled_in_the_order_in_which_they_lie(name: str) -> None:
+    model, x = Around(FILLED[name], 2, 3, 4, 4), torch.randn(2, 3, 4, 4)
+    model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
+    assert_trains_like_plain(model, x.contiguous(memory_format=torch.channels_last))
+
+
 # Gradients that do not lie as the output does ---------------------------------------------------------------
 
 

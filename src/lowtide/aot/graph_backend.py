@@ -24,6 +24,7 @@ from lowtide.aot.unused_draws import draw_once, name_results_of_unused_draws
 from lowtide.aot.unused_outputs import cut_off
 from lowtide.aot.use_by_use import enter_use_by_use
 from lowtide.compat.composites import as_they_run
+from lowtide.compat.draws import filled_as_they_lie
 from lowtide.compat.dynamo import Run, aot_autograd, boxed, default_partition, drawing_as_eager
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.gradient_layouts import gradients_laid_out
@@ -114,6 +115,7 @@ class TakenApart:
         with (
             drawing_as_eager(),
             as_they_run(),
+            filled_as_they_lie(),
             as_kernels_do(),
             views_as_they_run(viewed),
             gradients_laid_out(known.layouts),

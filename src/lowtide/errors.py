@@ -241,7 +241,7 @@ class RanksDisagree(LowtideError):
 
 
 class CannotRun(LowtideError):
-    """A graph has an op that cannot be called on its own."""
+    """A graph has an op that cannot be called on its own, or there is no one graph of the step."""
 
 
 class MissingExtra(LowtideError):

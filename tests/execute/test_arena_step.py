@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import lowtide
 from lowtide import zoo
 from lowtide.cost.measure import growth, record_cpu
-from lowtide.errors import BadRequest
+from lowtide.errors import BadRequest, CannotRun
 from lowtide.execute.arena_step import ArenaStep
 from lowtide.trace.step import training_step
 from tests.helpers.effort import long_but
@@ -256,6 +257,20 @@ class Written(nn.Module):
         return hidden.square().sum()
 
 
+class WrittenOut(nn.Module):
+    """Numbers that stand in the code: tensors, and one that is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear(x) * x.new_tensor([1.5]) + torch.tensor([2.5])
+        hidden[:, 0] = 0.5
+        found: torch.Tensor = (torch.fft.fft(hidden) * 2j).imag
+        return found.sin().sum()
+
+
 @pytest.mark.parametrize(
     ("model", "x"),
     [
@@ -265,6 +280,7 @@ class Written(nn.Module):
         (Twice().double(), torch.randn(6, 4).double()),
         (Turned(), torch.randn(3, 5, 4)),
         (Written(), torch.randn(4, 4)),
+        (WrittenOut(), torch.randn(3, 4)),
     ],
     ids=[
         "conjugates",
@@ -273,11 +289,14 @@ class Written(nn.Module):
         "a norm called twice in float64",
         "a norm over turned places",
         "parts that are written",
+        "numbers that stand in the code",
     ],
 )
-def test_any_step_in_an_arena_is_plain_training(model: nn.Module, x: torch.Tensor) -> None:
+@pytest.mark.parametrize("planned", [False, True], ids=["everything kept", "planned"])
+def test_any_step_in_an_arena_is_plain_training(model: nn.Module, x: torch.Tensor, planned: bool) -> None:
     plain = copy.deepcopy(model)
-    step = fresh(lowtide.in_arena(model, (x,)))
+    solution = lowtide.plan(model, (x,), budget="min", profile=False) if planned else None
+    step = fresh(lowtide.in_arena(model, (x,), solution=solution))
     for _ in range(2):
         plain.zero_grad()
         expected = plain(x)
@@ -304,6 +323,54 @@ def test_half_precision_in_an_arena_is_plain_training_under_autocast() -> None:
     expected.backward()
     assert torch.equal(step(), expected)
     assert_trained_alike(plain, model)
+
+
+class Choosing(nn.Module):
+    """Chooses by a number: of what it has just made, or how many rows of the batch there are."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.how = how
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear(x)
+        if self.how == "branch":
+            hidden = hidden.sin() if hidden.mean() > 0 else hidden.cos()
+        if self.how == "draw":
+            hidden = hidden * random.uniform(0.5, 1.5)
+        if self.how == "number":
+            hidden = hidden * float(hidden.detach().mean())
+        if self.how == "batch":
+            hidden = hidden[: int(rows.max())]
+        return hidden.sum()
+
+
+@pytest.mark.parametrize("how", ["branch", "draw"])
+def test_a_step_that_may_take_another_path_next_time_is_refused(how: str) -> None:
+    model, example = Choosing(how), (torch.randn(3, 4), torch.tensor([2]))
+    with pytest.raises(CannotRun, match=r"follows from a number .*test_arena_step.py:\d+, in forward: `"):
+        lowtide.in_arena(model, example)
+    solution = lowtide.plan(model, example, budget="min", profile=False)
+    with pytest.raises(CannotRun, match=r"lowtide.optimize follows every path"):
+        lowtide.in_arena(model, example, solution=solution)
+
+
+def test_a_step_of_which_there_is_no_graph_is_refused_by_the_line_that_is_in_the_way() -> None:
+    model, example = Choosing("number"), (torch.randn(3, 4), torch.tensor([2]))
+    with pytest.warns(UserWarning, match="layer by layer"):
+        solution = lowtide.plan(model, example, budget="min", profile=False)
+    with pytest.raises(CannotRun, match=r"test_arena_step.py:\d+, in forward: `.*lowtide.apply puts"):
+        lowtide.in_arena(model, example, solution=solution)
+
+
+def test_a_path_that_was_decided_by_one_batch_is_not_taken_with_another() -> None:
+    model, x, rows = Choosing("batch"), torch.randn(3, 4), torch.tensor([2])
+    step = lowtide.in_arena(model, (x, rows))
+    assert torch.equal(step(), model(x, rows))
+    model.zero_grad()
+    with pytest.raises(BadRequest, match=r"this one was decided by the numbers in the example: .*int\(rows"):
+        step(rows=torch.tensor([1]))
 
 
 def test_a_buffer_that_becomes_another_kind_of_tensor_is_refused() -> None:

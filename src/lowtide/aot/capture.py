@@ -41,6 +41,9 @@ aten = torch.ops.aten
 _OF_GRAPHS = (NoGradient, UseByUse, GradientLayouts)  # what is found out by a capture, for the next one
 _WRITES = (aten.copy_.default, aten.add_.Tensor)  # how captured graphs update buffers
 _MOST_FINDINGS = 3  # captures after the first: how one graph's gradients lie depends on the graphs after it
+DECIDED = "decided by the numbers in the example"  # a note on a graph of which that is true
+CONSTANT = "constant"  # how a tensor is called that is neither the model's nor given to the step
+Constants = dict[int, torch.Tensor]  # tensors that the user's code writes out, by their values in a graph
 _Run = Callable[[Any, nn.Module, Loss | None, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
 
 
@@ -52,6 +55,7 @@ def capture(
     target: Any = None,
     device: str | torch.device | None = None,
     name: str | None = None,
+    constants: Constants | None = None,
 ) -> Graph:
     """Capture the forward and backward of `model` as one graph, without computing anything.
 
@@ -74,6 +78,9 @@ def capture(
     runs, it is that of an undisturbed step (see `lowtide.dry_run`), and `graph.assumptions` say so. On other
     numbers it cannot depend.
 
+    Tensors that the user's code writes out (`torch.tensor([1.5])`) are resident; what they are is left in
+    `constants`.
+
     Model and example may be real, or on the meta device; they are left as they were, also after an error.
     What others have compiled with torch.compile stays compiled.
 
@@ -83,7 +90,7 @@ def capture(
         BadRequest: nothing in the output depends on a parameter that requires gradients.
     """
     example, loss = declared(example, loss, target)
-    graph = _capture(model, example, loss, device, name, _step_in_one)
+    graph = _capture(model, example, loss, device, name, _step_in_one, constants=constants)
     return replace(
         graph, assumptions=tuple(each for each in graph.assumptions if isinstance(each, Guess))
     )  # other findings are for another capture to assume
@@ -99,18 +106,22 @@ def capture_forward(
     assumptions: Collection[Assumption] = (),
     spares: Spares | None = None,
     expected: Collection[Assumption] = (),
+    constants: Constants | None = None,
 ) -> Graph:
     """Like `capture`, with nothing but the model's forward handed to Dynamo, as when a plan is applied.
 
     What the model's own hooks do, and the loss, runs eagerly, and is written down as such. `assumptions`
-    are those of a dry run of the same step. The graphs as they are taken apart are left in `spares`.
+    are those of a dry run of the same step. The graphs as they are taken apart are left in `spares`,
+    and what is written out in `constants`.
 
     Which outputs get no gradient, how the gradients of the others lie in memory, and which inputs several
     graphs use, is found out by capturing the step, which is then captured anew. What was found for other
     inputs is `expected`: that saves the first time, where it is so.
     """
     taken = tuple(dict.fromkeys((*assumptions, *(each for each in expected if isinstance(each, _OF_GRAPHS)))))
-    captured = partial(_capture, model, example, loss, device, name, _step_around_forward)
+    captured = partial(
+        _capture, model, example, loss, device, name, _step_around_forward, constants=constants
+    )
     try:
         graph = captured(taken, spares)
     except CannotApply:  # a gradient reached such an output
@@ -142,6 +153,7 @@ def _capture(
     run: _Run,
     assumptions: Collection[Assumption] = (),
     spares: Spares | None = None,
+    constants: Constants | None = None,
 ) -> Graph:
     model = uncompiled(model)
     with without_modes(), torch.inference_mode(False), torch.enable_grad():
@@ -157,6 +169,9 @@ def _capture(
             args, kwargs = replaced(recorder.batch, model, example)
             with twins.mode, recorder:
                 graph = _recorded(recorder, partial(run, backend), model, loss_of_fakes, args, kwargs)
+            if constants is not None:
+                constants.clear()
+                constants.update(recorder.constants())
         if spares is not None:
             spares.hold(recorder.sections.taken_apart())
     return graph
@@ -270,7 +285,7 @@ class _GraphRecorder(Recorder):
         return self.unknown_size(func, args, {})
 
     def decided(self, numbers: Any) -> Any:
-        self.sections.notes[f"decided by the numbers in the example: {current_line()}"] = None
+        self.sections.notes[f"{DECIDED}: {current_line()}"] = None
         return numbers
 
     def _is_zero(self, tensor: torch.Tensor) -> bool:
@@ -287,7 +302,7 @@ class _GraphRecorder(Recorder):
                 f"a tensor of shape {tuple(tensor.shape)} that requires gradients takes part in the step but "
                 "belongs neither to the model nor to the loss. Make it a parameter of the model."
             )
-        twin = self.twins.of(tensor, Role.BATCH, f"constant {tuple(tensor.shape)}")
+        twin = self.twins.of(tensor, Role.BATCH, f"{CONSTANT} {tuple(tensor.shape)}")
         self.shadows.remember_given(twin, tensor)
         return twin
 
@@ -315,6 +330,14 @@ class _GraphRecorder(Recorder):
         if found.fake.requires_grad:
             self._leaves.append(found)
             self._eagerly.own({id(found.fake): found.module})
+
+    def constants(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """What the user's code writes out, by its values."""
+        for real in self.sections.constants:
+            twin = self.twins.known(real)
+            value = None if twin is None else self.builder.value_of(twin)
+            if value is not None:
+                yield value, real
 
     # The graph ----------------------------------------------------------------------------------------
 

@@ -201,6 +201,7 @@ class Sections:
         self.here: Spot | None = None
         self.entries = Entries()
         self.graphs: list[_WalkedGraph] = []
+        self.constants: list[torch.Tensor] = []  # which the graphs have, as the user's code writes them
         self.notes: dict[str, None] = {}
         self.count = 0
         self._earlier_breaks = len(graph_breaks())
@@ -339,6 +340,12 @@ class _Walk(fx.Interpreter):
             return super().run_node(n)
         finally:
             self._sections.here = None
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = super().get_attr(target, args, kwargs)
+        if isinstance(found, torch.Tensor):
+            self._sections.constants.append(found)
+        return found
 
 
 def _break_note(reason: str, stack: Sequence[Any]) -> str:

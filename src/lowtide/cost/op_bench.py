@@ -172,7 +172,12 @@ def _symbol(symbol: Symbol, device: torch.device) -> Any:
         return device
     if symbol.kind == "object":
         raise TypeError(f"an argument of type {symbol.text} cannot be made up")
-    return getattr(torch, symbol.text)
+    return constant_of(symbol)
+
+
+def constant_of(symbol: Symbol) -> Any:
+    """What a symbol stands for: a complex number, or what torch has by that name."""
+    return complex(symbol.text) if symbol.kind == "complex" else getattr(torch, symbol.text)
 
 
 # Running --------------------------------------------------------------------------------------------

@@ -13,16 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lowtide.aot.capture import capture
+from lowtide.aot.capture import CONSTANT, DECIDED, Constants, capture, capture_forward
 from lowtide.arena.layout import Layout
 from lowtide.cost.price import with_costs
 from lowtide.cost.profile import Progress
-from lowtide.errors import BadRequest
+from lowtide.errors import BadRequest, CannotRun, LowtideError
 from lowtide.execute.apply import set_aside
 from lowtide.execute.executor import Executor
 from lowtide.execute.identity import fingerprint
 from lowtide.execute.memory import Memory
 from lowtide.execute.out_variants import Moves
+from lowtide.execute.residents import residents_by_name
+from lowtide.ir.assumptions import Guess
 from lowtide.ir.graph import Graph, StepName, assigned_name, gradient_name
 from lowtide.ir.schedule import Schedule, straight
 from lowtide.solvers.solution import GraphSolution, Solution
@@ -48,35 +50,79 @@ def in_arena(
     model is left as it is: the step reads its parameters where they are and sets their `.grad`, to memory in
     the arena that the next step overwrites.
 
+    Every step is the one that was captured: what Python decides (by attributes, by arguments that are no
+    tensors) is decided now. Where that follows from a number that exists only when a step runs, and may be
+    another in the next, there is no such step, and none is made.
+
     With `profile`, the kernels' workspaces are measured first, so that `step.report` counts them.
 
     Raises:
         BadRequest: the model is not on one real device, or the solution is for layers or another model.
         CannotCapture: the model cannot be captured.
-        CannotRun: the captured graph has an op that cannot be called on its own.
+        CannotRun: the captured graph has an op that cannot be called on its own, or there is no one graph.
     """
     example, loss = declared(example, loss)
     with set_aside(model):
-        graph, schedule = _planned(model, example, loss, solution)
+        graph, schedule, constants = _planned(model, example, loss, solution)
         if profile and graph.profiled_on is None:
             graph = with_costs(graph, progress)
-        return ArenaStep(model, graph, schedule, named_inputs(model, example, loss), memory)
+        return ArenaStep(model, graph, schedule, named_inputs(model, example, loss), memory, None, constants)
 
 
 def _planned(
     model: nn.Module, example: Example, loss: Loss | None, solution: Solution | GraphSolution | None
-) -> tuple[Graph, Schedule]:
+) -> tuple[Graph, Schedule, Mapping[str, torch.Tensor]]:
+    """A graph, a schedule of it, and the tensors that the user's code writes out."""
     if solution is None:
-        graph = capture(model, example, loss)
-        return graph, straight(graph)
+        constants: Constants = {}
+        graph = capture(model, example, loss, constants=constants)
+        _refuse_guesses(graph)
+        return graph, straight(graph), _named(constants, graph)
     if isinstance(solution, Solution):
-        raise BadRequest(
-            f"a plan of {solution.method} is for layers, and an arena holds ops. Plan with a budget, "
-            "by the method auto."
-        )
+        raise _for_layers(solution)
     if solution.fingerprint != fingerprint(model):
         raise BadRequest("the plan was made for another model. Plan it again, for this one.")
-    return solution.graph, solution.schedule
+    _refuse_guesses(solution.graph)
+    return solution.graph, solution.schedule, _written_out(model, example, loss, solution.graph)
+
+
+def _for_layers(solution: Solution) -> LowtideError:
+    if solution.remark:  # nobody asked for layers
+        return CannotRun(
+            f"an arena runs one graph, and {solution.remark.rstrip('.')}. Without an arena, lowtide.apply "
+            "puts this plan to work."
+        )
+    return BadRequest(
+        f"a plan of {solution.method} is for layers, and an arena holds ops. Plan with a budget, by the "
+        "method auto."
+    )
+
+
+def _refuse_guesses(graph: Graph) -> None:
+    """Raise CannotRun where another step might be another graph."""
+    guess = next((found for found in graph.assumptions if isinstance(found, Guess)), None)
+    if guess is not None:
+        raise CannotRun(
+            "an arena runs one graph, and what this step does follows from a number that exists only when it "
+            f"runs ({guess}). Choose with torch.where, or decide outside of the model; lowtide.optimize "
+            "follows every path."
+        )
+
+
+def _written_out(
+    model: nn.Module, example: Example, loss: Loss | None, graph: Graph
+) -> Mapping[str, torch.Tensor]:
+    """The tensors that the user's code writes out. A plan does not hold them, a capture sees them."""
+    names = (graph.values[value].name for value in graph.resident)
+    if not any(name.startswith(CONSTANT) for name in names):
+        return {}
+    constants: Constants = {}
+    again = capture_forward(model, example, loss, assumptions=graph.assumptions, constants=constants)
+    return _named(constants, again)
+
+
+def _named(constants: Constants, graph: Graph) -> Mapping[str, torch.Tensor]:
+    return {name: constants[value] for name, value in residents_by_name(graph).items() if value in constants}
 
 
 @dataclass(frozen=True)
@@ -153,6 +199,7 @@ class ArenaStep:
         inputs: Mapping[str, torch.Tensor],
         memory: Memory | str = Memory.STATIC,
         layout: Layout | None = None,
+        constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.model = model
         known = {graph.values[value].name for value in graph.resident}
@@ -167,7 +214,7 @@ class ArenaStep:
             given[StepName.LOSS_GRADIENT] = torch.ones((), dtype=_dtype_of_loss(graph), device=device)
         self._assigned = _assigned(graph, model)
         self._known = known
-        given |= self._owned()
+        given |= {**self._owned(), **(constants or {})}
         self.executor = Executor(graph, given, schedule=schedule, memory=memory, layout=layout)
 
     def __call__(self, **batch: torch.Tensor) -> torch.Tensor:
@@ -175,8 +222,10 @@ class ArenaStep:
 
         Raises:
             BadRequest: gradients of an earlier step are still there, an input has another shape than it had,
-                or has a name that the step does not know.
+                or has a name that the step does not know, or the path was decided by another batch.
         """
+        if batch:
+            self._refuse_decided()
         for name in batch:
             if name not in self.inputs:
                 raise BadRequest(f"the step is given {', '.join(self.inputs)}; there is no '{name}'")
@@ -195,6 +244,15 @@ class ArenaStep:
         for name, tensor in assigned.items():
             buffers[name].copy_(tensor)
         return results[StepName.LOSS].clone()
+
+    def _refuse_decided(self) -> None:
+        """Raise BadRequest where another batch might be another graph."""
+        decided = next((note for note in self.executor.graph.notes if note.startswith(DECIDED)), None)
+        if decided is not None:
+            raise BadRequest(
+                f"an arena runs one graph, and this one was {decided}. Another batch may need another: make "
+                "a step for each, or train by lowtide.optimize."
+            )
 
     def record(self) -> None:
         """From now on, replay the step as one CUDA graph. It must have run once; see `Executor.record`."""

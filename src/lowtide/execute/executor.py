@@ -18,6 +18,7 @@ import torch
 
 from lowtide.arena.buffers import Birth
 from lowtide.arena.layout import Layout, lay_out
+from lowtide.cost.op_bench import constant_of
 from lowtide.errors import BadRequest, CannotRun
 from lowtide.execute.memory import Address, AddressSource, Direct, Memory, Naive, Pool, Static, Tally
 from lowtide.execute.out_variants import (
@@ -283,7 +284,7 @@ class Executor:
         if isinstance(arg, Ref):
             return None if self.graph.tensors[arg.tensor].value in skipped else self._get(arg.tensor)
         if isinstance(arg, Symbol):
-            return self.device if arg.kind == "device" else getattr(torch, arg.text)
+            return self.device if arg.kind == "device" else constant_of(arg)
         return [self._real(item, skipped) for item in arg] if isinstance(arg, tuple) else arg
 
     def _note_slots(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ class Residents:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._values = _by_name(graph)
+        self._values = residents_by_name(graph)
         self._given: dict[int, torch.Tensor] = {}
 
     def take(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Address]]:
@@ -88,7 +88,7 @@ def _looks(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
 
 
-def _by_name(graph: Graph) -> dict[str, int]:
+def residents_by_name(graph: Graph) -> dict[str, int]:
     """The resident values by name. The same name twice is told apart by a number: 'constant (3,) #1'."""
     found: dict[str, int] = {}
     for value in graph.resident:

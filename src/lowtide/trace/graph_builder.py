@@ -277,4 +277,6 @@ class GraphBuilder:
         for kind, name in _SYMBOL_KINDS:
             if isinstance(arg, kind):
                 return Symbol(name, symbol_text(arg))
-        return Symbol("object", type(arg).__name__)
+        return (
+            Symbol("complex", str(arg)) if isinstance(arg, complex) else Symbol("object", type(arg).__name__)
+        )

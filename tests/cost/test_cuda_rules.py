@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.cost.cublas import threads_using_biased_products
 from lowtide.cost.cuda_rules import cuda_rules, price
 from lowtide.ir.graph import Graph, Op, Origin, Phase, Ref, Role, Tensor, Value
 from lowtide.ir.schedule import Compute, Free
@@ -630,12 +631,29 @@ def test_only_matrix_products_make_cublas_take_memory(target: str, threads: int)
     assert len(library_bytes(price(multiplying(Phase.FORWARD, target=target)))) == threads
 
 
-def test_library_memory_is_part_of_the_peak_from_the_beginning() -> None:
-    trace = traced(nn.Linear(8, 16), torch.ones(32, 8))
+@pytest.mark.parametrize(("bias", "library"), [(False, 64 * MIB), (True, 65 * MIB)])
+def test_library_memory_is_part_of_the_peak_from_the_beginning(bias: bool, library: int) -> None:
+    trace = traced(nn.Linear(8, 16, bias), torch.ones(32, 8))
     priced = replace(trace, graph=price(trace.graph))
-    assert priced.timeline.resident_bytes == trace.timeline.resident_bytes + 64 * MIB
-    assert priced.timeline.categories[Category.WORKSPACE] == 64 * MIB
-    assert priced.peak_bytes == trace.peak_bytes + 64 * MIB
+    assert priced.timeline.resident_bytes == trace.timeline.resident_bytes + library
+    assert priced.timeline.categories[Category.WORKSPACE] == library
+    assert priced.peak_bytes == trace.peak_bytes + library
+
+
+def test_products_with_a_bias_have_a_workspace_in_each_thread_that_may_run_them() -> None:
+    def threads(model: nn.Module) -> tuple[bool, bool]:
+        return threads_using_biased_products(traced(model, torch.ones(32, 8)).graph)
+
+    class Again(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            run = lambda x: torch.tanh(F.linear(x, self.weight, self.bias))  # noqa: E731
+            return checkpoint(run, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    assert threads(nn.Linear(8, 16, bias=False)) == (False, False)
+    assert threads(nn.Linear(8, 16)) == (True, False)
+    assert threads(nn.Sequential(Again(8, 16), nn.Linear(16, 4))) == (True, True)
+    joint = lowtide.capture(nn.Linear(8, 16), (torch.ones(32, 8),), loss=torch.sum)
+    assert threads_using_biased_products(joint) == (True, True)  # a plan may run it again
 
 
 def test_a_process_whose_first_capture_is_for_cuda_learns_what_pytorch_can_override() -> None:

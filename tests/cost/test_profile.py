@@ -341,7 +341,7 @@ def test_what_libraries_hold_is_a_resident_value_and_is_counted_once() -> None:
 def test_libraries_are_asked_once_for_each_thread_and_only_on_a_card(
     monkeypatch: pytest.MonkeyPatch, phases: list[Phase], expected: int
 ) -> None:
-    monkeypatch.setattr(cublas, "_cublas_bytes", lambda device: (100, 30))
+    monkeypatch.setattr(cublas, "_cublas_bytes", lambda device: (100, 30, 7))
     drawing = Drawing()
     drawing.value("x", 8)
     for phase in phases:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
+from lowtide.cost import flops
 from lowtide.cost.price import with_costs_by_rule
 from lowtide.cost.roofline import LAUNCH_SECONDS, RATES, Pace, estimated_seconds, kind_of, moved_bytes
 from lowtide.ir.graph import Graph, Op
@@ -85,6 +86,27 @@ def test_attention_has_rates_of_its_own(dtype: torch.dtype, kind: Pace) -> None:
     assert kind_of(forward, graph) is kind
     flops = 2 * 2 * 8 * 16 * 2048 * 2048 * 64
     assert estimated_seconds(forward, graph) == pytest.approx(flops / RATES[kind].flops)
+
+
+def test_attention_with_fewer_heads_for_keys_is_counted_with_all() -> None:
+    # the counter of torch 2.11 refuses fewer
+    query, few, many = (8, 16, 32, 64), (8, 4, 48, 64), (8, 16, 48, 64)
+    assert flops._heads_repeated([query, few, few, 0.0], first=0) == [query, many, many, 0.0]
+    assert flops._heads_repeated([query, query, few, few, query], first=1) == [
+        query,
+        query,
+        many,
+        many,
+        query,
+    ]
+    graph = captured(Grouped(), 8, 16, 32, 64)
+    counts = {op.target: flops.flops_of(graph, op) for op in graph.ops if "dot_product" in op.target}
+    assert set(counts.values()) == {2 * 2 * 8 * 16 * 32 * 32 * 64, 5 * 2 * 8 * 16 * 32 * 32 * 64}
+
+
+class Grouped(Attention):
+    def forward(self, x: torch.Tensor) -> Any:
+        return F.scaled_dot_product_attention(x * self.scale, x[:, :4], x[:, :4], enable_gqa=True)
 
 
 def test_every_op_of_a_step_has_a_time() -> None:

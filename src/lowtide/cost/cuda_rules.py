@@ -24,13 +24,18 @@ from torch.overrides import get_overridable_functions
 from lowtide.compat.kernels import cudnn_attention, efficient_attention
 from lowtide.compat.patches import patched
 from lowtide.cost.cache import BY_RULE
-from lowtide.cost.cublas import threads_using_matrix_products, with_library
+from lowtide.cost.cublas import (
+    threads_using_biased_products,
+    threads_using_matrix_products,
+    with_library,
+)
 from lowtide.ir.graph import Graph, Op, Tensor, argument_tensors, short_name
 from lowtide.ir.simulate import CUDA
 from lowtide.ir.validate import item_bytes
 
 CONTEXT_BYTES = 693 << 20  # what driver and libraries take for a process with torch; H200, CUDA 13
 _CUBLAS_BYTES = 32 << 20  # per thread on Hopper; 8.1 MiB on older cards
+_CUBLASLT_BYTES = 1 << 20  # per thread that adds a bias to a product; seen with torch 2.11
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -145,6 +150,7 @@ def price(graph: Graph) -> Graph:
         for op in graph.ops
     )
     library = _CUBLAS_BYTES * sum(threads_using_matrix_products(graph))
+    library += _CUBLASLT_BYTES * sum(threads_using_biased_products(graph))
     return with_library(replace(graph, ops=ops, profiled_on=BY_RULE), library)
 
 

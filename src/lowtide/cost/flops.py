@@ -16,6 +16,8 @@ def flops_of(graph: Graph, op: Op) -> int:
     """What PyTorch's counter says of one op: matrix products, convolutions and attention; else zero."""
     name = op.target.rsplit(".", 1)[0]
     args = [_shaped(graph, arg) for arg in op.args]
+    if "scaled_dot_product" in name:
+        args = _heads_repeated(args, first=1 if name.endswith("_backward") else 0)
     if name == "aten._scaled_dot_product_flash_attention_for_cpu":  # the counter knows it on CUDA only
         return int(sdpa_flop_count(*args[:3]))
     if name == "aten._scaled_dot_product_flash_attention_for_cpu_backward":
@@ -25,6 +27,16 @@ def flops_of(graph: Graph, op: Op) -> int:
     kwargs = {key: _shaped(graph, arg) for key, arg in op.kwargs}
     made = [None if output is None else graph.tensors[output].shape for output in op.outputs]
     return _FORMULAS[name](*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made))
+
+
+def _heads_repeated(args: list[Any], first: int) -> list[Any]:
+    """Keys and values of an attention with as many heads as its queries, as the kernel repeats them.
+
+    The counter before torch 2.13 refuses fewer. `first` is the position of the queries.
+    """
+    heads = args[first][1]
+    repeated = [(shape[0], heads, *shape[2:]) for shape in args[first + 1 : first + 3]]
+    return [*args[: first + 1], *repeated, *args[first + 3 :]]
 
 
 def _shaped(graph: Graph, arg: Arg) -> Any:

@@ -33,6 +33,7 @@ from lowtide.ir.recomputable import does_nothing
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import Timeline, simulate
 from lowtide.ir.validate import validate
+from lowtide.planner.fit import fit
 from lowtide.trace.profile import profile
 from lowtide.zoo import Sizes, workload
 from tests.helpers.effort import long_but
@@ -1048,3 +1049,29 @@ class Strays(OneLayer):
 def test_dynamo_switched_off_is_an_error_and_not_an_empty_capture() -> None:
     with torch._dynamo.config.patch(disable=True), pytest.raises(CannotCapture, match="captured nothing"):
         capture(nn.Linear(8, 4), (torch.randn(5, 8),), mean_square)
+
+
+class RecurrentOfCudnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(32, 8), (32, 8), (32,), (32,)]
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_zeros(1, x.shape[1], 8)
+        how = (2, 8, 0, 1, False, 0.0, True, False, [], None)
+        layer = torch.ops.aten._cudnn_rnn.default
+        found: torch.Tensor = layer(x, list(self.weights), 4, None, state, state, *how)[0]
+        return found
+
+
+def test_a_recurrent_layer_of_cudnn_is_predicted_and_not_captured() -> None:
+    with torch.device("meta"):
+        model, x = RecurrentOfCudnn(), torch.empty(5, 3, 8)
+    graph = fit(model, (x,), torch.sum, device="cuda", profile=False).trace.graph
+    kept = 4 * 5 * 3 * 8 * 5 + 256
+    assert kept in [value.bytes for value in graph.values]
+    with pytest.raises(
+        CannotCapture, match=r"is a recurrent layer of cuDNN.*Plan by layers \(method='rotor'\)"
+    ):
+        capture(model, (x,), torch.sum, device="cuda")

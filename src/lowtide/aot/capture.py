@@ -362,6 +362,7 @@ class _GraphRecorder(Recorder):
         # On another path an output that got no gradient on this one may get one.
         gradientless: tuple[Assumption, ...] = self.guesses.made or tuple(self.sections.found_gradientless())
         found = (*gradientless, *self.sections.found_layouts(), *self.sections.entries.found())
+        _refuse_recurrent_layers_of_cudnn(graph)
         return replace(graph, assumptions=found)
 
     def _add_assigned_buffers(self) -> None:
@@ -390,6 +391,17 @@ def _roots(output: Any, loss: Loss | None) -> list[torch.Tensor]:
 
 def _brief(thing: Any) -> str:
     return f"one of shape {tuple(thing.shape)}" if isinstance(thing, torch.Tensor) else type(thing).__name__
+
+
+def _refuse_recurrent_layers_of_cudnn(graph: Graph) -> None:
+    """They are looked for in one storage with all their weights, which AOTAutograd's fakes do not have."""
+    for op in graph.ops:
+        if op.target.startswith("aten._cudnn_rnn"):
+            raise CannotCapture(
+                f"{op.module or 'the model'} is a recurrent layer of cuDNN, which cannot be compiled as it is. "
+                "Plan by layers (method='rotor'), or switch cuDNN off around it "
+                "(torch.backends.cudnn.flags(enabled=False))."
+            )
 
 
 # Errors -----------------------------------------------------------------------------------------------

@@ -398,7 +398,7 @@ def _refuse_recurrent_layers_of_cudnn(graph: Graph) -> None:
     for op in graph.ops:
         if op.target.startswith("aten._cudnn_rnn"):
             raise CannotCapture(
-                f"{op.module or 'the model'} is a recurrent layer of cuDNN, which cannot be compiled as it is. "
+                f"{op.module or 'the model'} is a recurrent layer of cuDNN, which cannot be captured. "
                 "Plan by layers (method='rotor'), or switch cuDNN off around it "
                 "(torch.backends.cudnn.flags(enabled=False))."
             )

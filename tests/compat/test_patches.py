@@ -158,9 +158,10 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
     ),
     "compat/draws": (
         filled_as_they_lie,
-        (
-            (torch.ops.aten.bernoulli_.float, "python_key_table"),
-            (torch.ops.aten.bernoulli_.Tensor, "_dispatch_cache"),
+        tuple(
+            (op, name)
+            for op in (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli_.Tensor)
+            for name in ("python_key_table", "_dispatch_cache")
         ),
     ),
     "compat/views": (lambda: views_as_they_run(viewed), ((fake_impls, "op_implementations_dict"),)),

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -32,6 +32,7 @@ from lowtide.compat.dynamo import CHATTY_LOGGERS, configured, graph_breaks
 from lowtide.compat.dynamo_caches import forget_compiled, forget_tracing
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.gradient_layouts import gradients_told
+from lowtide.compat.patches import ONE_THREAD
 from lowtide.ir.assumptions import Assumption, GradientLayouts, Layout, NoGradient
 from lowtide.ir.graph import Phase
 from lowtide.ir.strides import Ints, overlaps
@@ -68,29 +69,41 @@ def settings() -> dict[str, Any]:
 
 
 @contextmanager
-def compiling(assumptions: Collection[Assumption] = ()) -> Iterator[None]:
+def compiling(assumptions: Collection[Assumption] = (), *, warns: bool = False) -> Iterator[None]:
     """Dynamo set up so that a capture and what runs later have the same graphs; afterwards it is as before.
 
-    `assumptions` are those of the captured graph.
+    `assumptions` are those of the captured graph. Unless it `warns`, Dynamo says nothing of what it compiles.
     """
     chatty = [logging.getLogger(name) for name in CHATTY_LOGGERS]
     for logger in chatty:
         logger.addFilter(_silence)
     try:
         with (
+            ONE_THREAD,
             configured(settings()),
             unnoticed_by_transformers(assumptions),
             as_kernels_do(),
-            warnings.catch_warnings(),
+            nullcontext() if warns else _without_warnings(),
         ):
-            # Dynamo itself looks at what comes out of one graph and goes into the next.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            warnings.filterwarnings("ignore", "Dynamo does not know how to trace")
             yield
     finally:
         forget_tracing()
         for logger in chatty:
             logger.removeFilter(_silence)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Dynamo does not warn while the block runs.
+
+    Python forgets then which of the user's own warnings were shown: it is for the few times when something
+    is compiled.
+    """
+    with warnings.catch_warnings():
+        # Dynamo itself looks at what comes out of one graph and goes into the next.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", "Dynamo does not know how to trace")
+        yield
 
 
 def _silence(record: logging.LogRecord) -> bool:

@@ -6,6 +6,7 @@ until `lowtide.remove`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from lowtide.compat.undo import undone
 
 _ABSENT = object()
 _active: list[Patch] = []
+
+ONE_THREAD = threading.RLock()
+"""Held where foreign code is replaced while a model runs: by one thread after another, for all see it."""
 
 
 @dataclass(frozen=True, eq=False)

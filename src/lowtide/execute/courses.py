@@ -38,8 +38,8 @@ class OpsCourse:
     def run(
         self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        self.execution.begin()
-        with compiling(self.execution.graph.assumptions):
+        first = self.execution.begin()
+        with compiling(self.execution.graph.assumptions, warns=not first):
             return self.compiled(model, *args, **kwargs) if self.is_method else self.compiled(*args, **kwargs)
 
 

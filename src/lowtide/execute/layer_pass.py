@@ -92,9 +92,12 @@ class Pass:
         self.handles.append(module.register_forward_pre_hook(entering, with_kwargs=True, prepend=True))
         self.handles.append(module.register_forward_hook(leaving, always_call=True))
 
-    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        # Another thread may call this before it is known to want keywords, and is not meant either.
         if threading.get_ident() == self.thread and not self.is_deaf():
-            self.enter(path, module, args, kwargs)
+            self.enter(path, module, args, kwargs or {})
 
     def _leave(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if threading.get_ident() == self.thread and not self.is_deaf():

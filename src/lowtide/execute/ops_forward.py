@@ -24,6 +24,7 @@ from torch import nn
 from lowtide.aot.graph_backend import Spares
 from lowtide.compat.ddp import let_go_of_old_buckets
 from lowtide.compat.modules import ASKED_BY_JIT, is_replica, module_being_called
+from lowtide.compat.patches import ONE_THREAD
 from lowtide.compat.undo import undone
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute.circumstances import circumstances
@@ -173,8 +174,12 @@ class _Route:
             return self._plain(model)(*args, **kwargs)
         let_go_of_old_buckets()
         self._tell_of_gradients(model)
-        course, plain = self._course(model, args, kwargs), self._plain(model)
-        return plain(*args, **kwargs) if course is None else course.run(model, plain, args, kwargs)
+        plain = self._plain(model)
+        with ONE_THREAD:
+            course = self._course(model, args, kwargs)
+            if course is not None:
+                return course.run(model, plain, args, kwargs)
+        return plain(*args, **kwargs)
 
     @property
     def model(self) -> nn.Module | None:

@@ -7,7 +7,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
@@ -18,10 +18,19 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import lowtide
-from benchmarks.families.equality import CLOSE, TO_THE_BIT, Outcome, compared, draws, seed_everything
+from benchmarks.families.equality import (
+    CLOSE,
+    TO_THE_BIT,
+    Outcome,
+    compared,
+    distances,
+    draws,
+    seed_everything,
+)
 from benchmarks.fuzz.recipe import AUTOCAST, Recipe
 from benchmarks.fuzz.subjects import Subject, built
-from benchmarks.fuzz.ways import BYTES, WAYS, Planned, bytes_of, plain
+from benchmarks.fuzz.ways import BY_LAYERS, BYTES, WAYS, Planned, bytes_of, plain, step_of
+from lowtide.aot.sections import compiling
 from lowtide.compat.tensors import tensors_in
 
 RIGHT, REFUSED, INFEASIBLE = "right", "refused", "infeasible"
@@ -84,7 +93,9 @@ def _planned(recipe: Recipe, way: str, budget: str | int, expected: list[Outcome
     if not planned.gives_output:
         found, expected = ([*map(_of_model, each)] for each in (found, expected))
     if (wrong := _difference(found, expected, close)) is not None:
-        return row | {"outcome": WRONG, "reason": wrong}
+        if close or training.how == BY_LAYERS or not _as_far_as_captured(recipe, found, expected):
+            return row | {"outcome": WRONG, "reason": wrong}
+        row |= {"note": f"aot_eager is as far from plain: {wrong}"}
     if (left := _left_behind(subject)) is not None:
         return row | {"outcome": WRONG, "reason": left}
     return row | training.memory()
@@ -99,6 +110,36 @@ def _plain(recipe: Recipe) -> tuple[list[Outcome], bool, int]:
     second = _Training(again, plain(again)).run()
     same = _difference(second, first, 0.0) is None
     return first, same, training.resident_bytes + training.growth_bytes
+
+
+def _as_far_as_captured(recipe: Recipe, found: list[Outcome], expected: list[Outcome]) -> bool:
+    """Whether numbers differ by roundings that differ as well where AOTAutograd alone has captured the steps.
+
+    It makes every op a pure function, whose result is laid out anew: gates of a GRUCell, which eager PyTorch
+    computes in place in parts of one tensor, are then taken together by kernels that round otherwise.
+    """
+    spreads = _spreads_of_captured(recipe, expected)
+    return spreads is not None and _difference(found, expected, CLOSE, spreads) is None
+
+
+def _spreads_of_captured(recipe: Recipe, expected: list[Outcome]) -> list[dict[str, float]] | None:
+    """How far from plain steps those of `torch.compile(backend="aot_eager")` are, if they are near at all."""
+    torch.compiler.reset()
+    subject = built(recipe)
+    step = step_of(subject, torch.compile(subject.model, backend="aot_eager", dynamic=False))
+    try:
+        with compiling():  # by itself it fails at a BatchNorm of transposed places, and at recurrent layers
+            found = _Training(subject, replace(plain(subject), step=step)).run()
+    except Exception:  # noqa: BLE001  it may not be able to, and then it tells nothing
+        return None
+    if any(
+        mine.gradients.keys() != other.gradients.keys() for mine, other in zip(found, expected, strict=True)
+    ):
+        return None
+    spreads = [*map(distances, found, expected)]
+    is_near = all(spread["the loss"] < CLOSE for spread in spreads)
+    differs = any(any(spread.values()) for spread in spreads)
+    return spreads if is_near and differs else None
 
 
 class _Training:
@@ -224,12 +265,17 @@ def _close(recipe: Recipe, deterministic: bool) -> float:
     return 0.0 if deterministic else CLOSE
 
 
-def _difference(found: list[Outcome], expected: list[Outcome], close: float) -> str | None:
-    """Where the first step differs that does."""
-    for step, (mine, other) in enumerate(zip(found, expected, strict=True)):
+def _difference(
+    found: list[Outcome],
+    expected: list[Outcome],
+    close: float,
+    spreads: Sequence[Mapping[str, float]] = ({},) * (_STEPS + 2),
+) -> str | None:
+    """Where the first step differs that does; with `spreads`, by more than a few times as much."""
+    for step, (mine, other, spread) in enumerate(zip(found, expected, spreads, strict=True)):
         if others := sorted(set(mine.gradients) ^ set(other.gradients)):
             return f"step {step}: other outputs or attributes: {others}"
-        same = compared(mine, other, close)
+        same = compared(mine, other, close, spread)
         if same.startswith("wrong") or (close == 0 and same != TO_THE_BIT):
             return f"step {step}: {same}"
     return None

@@ -19,6 +19,7 @@ from lowtide.solvers.solution import GraphSolution
 from lowtide.trace.step import loss_of
 
 LOWEST, BYTES = "min", "bytes"
+BY_LAYERS = "by layers"
 BUDGETS = ("90%", "70%", LOWEST, BYTES)
 _PARTS = {"90%": 0.9, "70%": 0.7, BYTES: 0.8}  # of the plain peak
 _NUMBER = 8  # a loss is handed back, and is not of the arena
@@ -91,7 +92,7 @@ def _optimized(subject: Subject, **options: Any) -> Planned:
     def how() -> str:
         solution = lowtide.plans_of(model)[-1]
         if not isinstance(solution, GraphSolution):
-            return "by layers"
+            return BY_LAYERS
         return "partly" if solution.remark else "by ops"
 
     def promise() -> Promise:

@@ -39,6 +39,9 @@ def _frozen(rng: random.Random, part: nn.Module) -> nn.Module:
 
 
 def _checkpointed(rng: random.Random, part: nn.Module) -> nn.Module:
+    """Not what has buffers: PyTorch's checkpoint changes them twice, and once where torch.compile sees it."""
+    if next(part.buffers(), None) is not None:
+        return part
     return Part(lambda m, x: checkpoint(m.part, x, use_reentrant=False), part=part)
 
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from lowtide.chain.chain import Chain
+from lowtide.chain.plan import Plan
+from lowtide.cost.measure import measure
 from lowtide.errors import InfeasibleBudget
-from lowtide.planner.promise import promised_bytes, safe_peak_bytes, solved_within
+from lowtide.execute.apply import apply, remove
+from lowtide.planner.layers import Rehearsal
+from lowtide.planner.promise import numbers_bytes, promised_bytes, safe_peak_bytes, solved_within
 from lowtide.solvers import solve
 from lowtide.solvers.solution import Solution
+from lowtide.text.budget import Budget
 
 CHAIN = Chain.from_sizes([100] * 9)
 
@@ -76,3 +83,37 @@ def test_no_less_than_nothing_is_asked_for() -> None:
 
     with pytest.raises(InfeasibleBudget, match="no plan of rotor"):
         solved_within(CHAIN.base_bytes + 10**6, solved, lambda solution: 10**9, refusal)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * 0.5
+            x[:, 0] /= 3
+        return x
+
+
+def test_numbers_that_autograd_keeps_are_within_what_is_promised() -> None:
+    """Nothing that sees ops sees them; eight bytes each were missing."""
+    work = (Halves(), (torch.randn(64, 8),))
+    rehearsal = Rehearsal(*work, loss_of_all, profile=False)
+    chain = rehearsal.chain("fine")
+    assert numbers_bytes(rehearsal.plain.graph) == 6 * 16
+    assert rehearsal.bytes_of(Budget.parse("100%")) == rehearsal.plain.peak_bytes + 96
+    for plan in (Plan(), Plan.at([2]), Plan.at([len(chain)])):
+        solution = replace(solve(chain, "keep-all"), plan=plan)
+        apply(work[0], solution)
+        resident = rehearsal.plain.timeline.resident_bytes
+        measured = resident + measure(lambda: loss_of_all(work[0](*work[1])).backward()).growth_bytes
+        remove(work[0])
+        work[0].zero_grad()
+        assert measured <= rehearsal._promised(solution), str(plan)
+        assert plan.segments or measured > rehearsal.confirm(solution).peak_bytes
+
+
+def loss_of_all(output: torch.Tensor) -> torch.Tensor:
+    return (output**2).sum()

@@ -22,7 +22,7 @@ from lowtide.execute.apply import apply, set_aside
 from lowtide.execute.identity import fingerprint, inputs_of
 from lowtide.ir.graph import Op, Phase, Role, short_name
 from lowtide.planner.around import Around
-from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
+from lowtide.planner.promise import allocated_bytes, numbers_bytes, promised_bytes, solved_within
 from lowtide.solvers import refuse_lowest, solve
 from lowtide.solvers.method import Method
 from lowtide.solvers.solution import Confirmation, Solution
@@ -186,12 +186,14 @@ class Rehearsal:
 
     def bytes_of(self, budget: Budget) -> int | None:
         """The bytes that a budget allows; None without one."""
-        return budget.bytes_of(lambda: _peak_bytes(self.plain))
+        return budget.bytes_of(lambda: _peak_bytes(self.plain) + numbers_bytes(self.plain.graph))
 
     def _promised(self, solution: Solution) -> int:
         """What a budget must hold for `solution` to be safe."""
-        peak_bytes = self.confirm(solution).peak_bytes
-        return promised_bytes(peak_bytes, self.plain.timeline.resident_bytes, self.plain.graph.device)
+        plain = self.plain
+        again = solution.plan.levels  # times that a number is kept for a part that is run again, beside once
+        peak_bytes = self.confirm(solution).peak_bytes + (1 + again) * numbers_bytes(plain.graph)
+        return promised_bytes(peak_bytes, plain.timeline.resident_bytes, plain.graph.device)
 
     def _refusal(self, least: Solution, wanted: int) -> InfeasibleBudget:
         running = least.timeline.peak_op

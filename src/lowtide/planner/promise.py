@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from lowtide.errors import InfeasibleBudget
 from lowtide.ir.cuda_allocator import cached
-from lowtide.ir.graph import Graph
+from lowtide.ir.graph import Graph, Phase
 from lowtide.ir.schedule import Schedule
 from lowtide.solvers.solution import GraphSolution, Solution
 
@@ -15,6 +15,8 @@ Found = TypeVar("Found", Solution, GraphSolution)
 
 _MARGIN = 100  # on CUDA one part in so many is left to the allocator
 _TRIES = 6
+_SAVING_A_NUMBER = (".mul.Tensor", ".mul_.Tensor", ".div.Tensor", ".div_.Tensor")
+_NUMBER_BYTES = 16  # of the largest kind, a complex one
 
 
 def allocated_bytes(graph: Graph, schedule: Schedule, peak_bytes: int) -> int:
@@ -36,6 +38,18 @@ def promised_bytes(peak_bytes: int, resident_bytes: int, device: str) -> int:
     if not device.startswith("cuda"):
         return peak_bytes
     return peak_bytes + (peak_bytes - resident_bytes) // _MARGIN
+
+
+def numbers_bytes(graph: Graph) -> int:
+    """What the numbers in an eager forward hold, of which a dry run sees nothing: at most so much.
+
+    `x * 0.5` keeps the 0.5 for its backward, as a tensor of its own on the CPU. No checkpoint gives it back.
+    """
+    if graph.device != "cpu":
+        return 0
+    forward = (op for op in graph.ops if op.phase is Phase.FORWARD and op.target.endswith(_SAVING_A_NUMBER))
+    taken = (argument for op in forward for argument in op.args[:2])
+    return sum(_NUMBER_BYTES for number in taken if isinstance(number, int | float | complex))
 
 
 def safe_peak_bytes(budget_bytes: int, resident_bytes: int, device: str) -> int:

@@ -34,14 +34,21 @@ class Looking(nn.Module):
         return x + seen
 
 
+class LookingOften(Looking):
+    """One that uses it four times."""
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, memory) * memory.cos() + memory
+
+
 class Decoding(nn.Module):
     """Graphs end where a layer may be left out, and a graph per layer uses the encoder's output."""
 
-    def __init__(self, drop: float) -> None:
+    def __init__(self, drop: float, kind: type[Looking] = Looking) -> None:
         super().__init__()
         self.drop = drop
         self.encoder, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.layers = nn.ModuleList(Looking() for _ in range(3))
+        self.layers = nn.ModuleList(kind() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         memory = torch.tanh(self.encoder(x))
@@ -53,9 +60,9 @@ class Decoding(nn.Module):
         return loss
 
 
-def made(drop: float) -> Decoding:
+def made(drop: float, kind: type[Looking] = Looking) -> Decoding:
     torch.manual_seed(0)
-    return Decoding(drop)
+    return Decoding(drop, kind)
 
 
 def trained(model: nn.Module, seed: int) -> None:
@@ -71,9 +78,11 @@ def planned(model: nn.Module) -> GraphSolution:
     return solution
 
 
-@pytest.mark.parametrize("drop", [0.0, 0.4])
-def test_what_all_layers_look_at_gets_the_gradient_of_plain_training_to_the_bit(drop: float) -> None:
-    model, plain = made(drop), made(drop)
+@pytest.mark.parametrize(("drop", "kind"), [(0.0, Looking), (0.4, Looking), (0.0, LookingOften)])
+def test_what_all_layers_look_at_gets_the_gradient_of_plain_training_to_the_bit(
+    drop: float, kind: type[Looking]
+) -> None:
+    model, plain = made(drop, kind), made(drop, kind)
     planned(model)
     for seed in range(4):
         trained(model, seed)

@@ -112,6 +112,7 @@ def _split(node: fx.Node) -> None:
     for user in users[1:]:
         with node.graph.inserting_after(latest):
             latest = node.graph.placeholder(f"{node.name}_again")
+        latest.target = latest.name  # which no other node has
         latest.meta = dict(node.meta)
         user.replace_input_with(node, latest)
 

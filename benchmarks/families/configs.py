@@ -50,9 +50,10 @@ _NARROW: tuple[tuple[re.Pattern[str], int], ...] = (
     (_KEY_HEADS, 2),
     (_HEADS, 4),
 )
+_CHOSEN = re.compile(r"^(num_experts_per_(tok|token)|moe_topk|moe_k|top_k_experts)$")
 _EVERYWHERE: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$|^moe_num_experts$"), 4),
-    (re.compile(r"^(num_experts_per_(tok|token)|moe_topk|moe_k|top_k_experts)$"), 2),
+    (_CHOSEN, 2),
     (re.compile(r"^(attn|expert)_layer_period$"), 2),  # of two layers the second has attention, or experts
     (re.compile(r"^(attn|expert)_layer_offset$"), 1),
     (re.compile(r"^(n_group|num_expert_group|topk_group|first_k_dense_replace|n_shared_experts)$"), 1),
@@ -168,6 +169,8 @@ def _shallow(layers: int, name: str, value: Any) -> Any:
         return [1 for _ in value]
     if name == "axial_pos_embds":  # places for texts of one length
         return False
+    if value is None and _CHOSEN.match(name):
+        return 2
     if not _counts(value):
         return value
     if _LAYERS.match(name):

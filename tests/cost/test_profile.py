@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.aot.capture import capture
 from lowtide.cost import cublas
 from lowtide.cost.cache import Cost, CostCache, signature
 from lowtide.cost.measure import growth, measure, record_cpu
@@ -557,6 +558,26 @@ def test_an_op_that_would_take_too_long_is_extrapolated_too(
     assert [op.workspace_bytes for op in ops_called(quick, "convolution")] == [
         op.workspace_bytes for op in ops_called(patient, "convolution")
     ]
+
+
+class Writing(nn.Module):
+    """Changes a part of a part of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.weight * x
+        y[16:][8:40] = 0.0
+        return y.sum()
+
+
+def test_what_copies_the_whole_storage_of_a_part_is_as_large_as_that(cache: Path) -> None:
+    graph = profile(capture(Writing(), (torch.randn(64, 64),)), cache=cache)
+    written = [graph.values[op.creates[0]].bytes for op in ops_called(graph, "slice_scatter")]
+    assert len(written) == 4
+    assert set(written) == {64 * 64 * 4}
 
 
 def test_seconds_that_other_processes_take_are_not_those_of_an_op(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -90,6 +91,36 @@ def test_what_all_layers_look_at_gets_the_gradient_of_plain_training_to_the_bit(
         for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert (mine.grad is None) == (other.grad is None), name
             assert mine.grad is None or other.grad is None or torch.equal(mine.grad, other.grad), name
+
+
+class Pair(nn.Module):
+    """Hands out what the encoder returned as well, for the loss to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.layer = nn.Linear(16, 16), Looking()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        memory = torch.tanh(self.encoder(x))
+        torch._dynamo.graph_break()
+        return self.layer(x, memory), memory
+
+
+def squares(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return output[0].square().mean() + output[1].square().mean()
+
+
+def test_what_the_loss_looks_at_as_well_gets_the_gradient_of_plain_training() -> None:
+    torch.manual_seed(0)
+    model = Pair()
+    plain = copy.deepcopy(model)
+    lowtide.optimize(model, INPUTS, loss=squares, budget="95%", effort="quick")
+    for each in (model, plain):
+        squares(each(INPUTS)).backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert torch.equal(mine.grad, other.grad)
 
 
 def test_the_peak_is_what_was_promised() -> None:

@@ -23,6 +23,7 @@ from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import uncompiled
 from lowtide.compat.patches import patched
+from lowtide.compat.tensors import tensors_in
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotApply, CannotCapture, LowtideError
 from lowtide.ir.assumptions import Assumption, GradientLayouts, Guess, NoGradient, UseByUse
@@ -135,7 +136,8 @@ def capture_forward(
             break
         taken = tuple(dict.fromkeys((*_without_other_layouts(taken, found), *graph.assumptions)))
         graph = captured(taken, spares)
-    return replace(graph, assumptions=tuple(dict.fromkeys((*taken, *graph.assumptions))))
+    others = (found for found in graph.assumptions if not isinstance(found, _OF_GRAPHS))
+    return replace(graph, assumptions=tuple(dict.fromkeys((*taken, *others))))
 
 
 def _without_other_layouts(taken: Sequence[Assumption], found: Sequence[Assumption]) -> Iterator[Assumption]:
@@ -188,6 +190,7 @@ def _recorded(
     """Run the step and return its graph. The output is referenced to the end, as in a training loop."""
     with _explained():
         output, kept = run(model, loss, args, kwargs)
+    recorder.sections.entries.used_outside(tensors_of(kept))
     roots = _roots(output, loss)
     tangents = recorder.tangents(roots)
     with _explained():
@@ -250,12 +253,14 @@ class _GraphRecorder(Recorder):
     # Ops ----------------------------------------------------------------------------------------------
 
     def spot(self, func: Any, args: tuple[Any, ...]) -> Spot:
-        spot = self.sections.here or self._outside()
+        spot = self.sections.here or self._outside(func, args)
         owner = self._owner_of_buffer(func, args)
         return replace(spot, module=owner) if owner else spot
 
-    def _outside(self) -> Spot:
+    def _outside(self, func: Any, args: tuple[Any, ...]) -> Spot:
         phase = self._eagerly.phase()
+        if phase is Phase.FORWARD and not func.is_view:
+            self.sections.entries.used_outside(tensors_in(args))
         return Spot(phase, *self._eagerly.place(phase), OUTSIDE, engine=phase is Phase.BACKWARD)
 
     def _owner_of_buffer(self, func: Any, args: tuple[Any, ...]) -> str:

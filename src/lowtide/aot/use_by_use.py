@@ -2,15 +2,15 @@
 
 What the uses of a tensor contribute to its gradient is added in one order, the latest use first. A graph adds
 up the contributions of its own uses and hands on the sum. Where other graphs that run later use the tensor
-too, as all layers of a decoder use what the encoder returns, that is another order, and the last digits of
-the gradient are others. Such an input enters the graph once for each use, every time as another view of it:
-autograd adds what comes back for these as it does without graphs.
+too, as all layers of a decoder use what the encoder returns, or what runs eagerly does, as the loss, that is
+another order, and the last digits of the gradient are others. Such an input enters the graph once for each use, every time as another
+view of it: autograd adds what comes back for these as it does without graphs.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +44,13 @@ class Entries:
 
         return watched
 
+    def used_outside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What runs between the graphs, or the loss, uses these now."""
+        for tensor in tensors:
+            self._enter(tensor, None)
+
     def found(self) -> list[UseByUse]:
-        """The inputs that a graph uses several times, and that another one uses later."""
+        """The inputs that a graph uses several times, and that are used later, too."""
         earlier = [entry for _, entries in self._entries.values() for entry in entries[:-1]]
         return list(dict.fromkeys(entry for entry in earlier if entry is not None))
 

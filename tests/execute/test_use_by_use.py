@@ -106,6 +106,21 @@ class Pair(nn.Module):
         return self.layer(x, memory), memory
 
 
+class Residual(nn.Module):
+    """Uses a tensor in a graph, and once more where no graph can be: in a loop with a break in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.layer = nn.Linear(16, 16), Looking()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.encoder(x))
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x + self.layer(x, x)
+        return x.square().mean()
+
+
 def squares(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return output[0].square().mean() + output[1].square().mean()
 
@@ -117,6 +132,19 @@ def test_what_the_loss_looks_at_as_well_gets_the_gradient_of_plain_training() ->
     lowtide.optimize(model, INPUTS, loss=squares, budget="95%", effort="quick")
     for each in (model, plain):
         squares(each(INPUTS)).backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert torch.equal(mine.grad, other.grad)
+
+
+def test_what_runs_between_graphs_is_a_use_like_others() -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    plain = copy.deepcopy(model)
+    lowtide.optimize(model, INPUTS, budget="95%", effort="quick")
+    for each in (model, plain):
+        each(INPUTS).backward()
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None
         assert other.grad is not None

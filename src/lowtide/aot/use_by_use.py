@@ -1,9 +1,9 @@
 """Inputs whose gradient autograd itself adds up, one use after another.
 
 What the uses of a tensor contribute to its gradient is added in one order, the latest use first. A graph adds
-up the contributions of its own uses and hands on the sum. Where other graphs that run later use the tensor
-too, as all layers of a decoder use what the encoder returns, or what runs eagerly does, as the loss, that is
-another order, and the last digits of the gradient are others. Such an input enters the graph once for each use, every time as another
+up the contributions of its own uses and hands on the sum. Where the tensor is used later too, by other graphs
+(all layers of a decoder use what the encoder returns) or by the loss, that is another order, and the last
+digits of the gradient are others. Such an input enters the graph once for each use, every time as another
 view of it: autograd adds what comes back for these as it does without graphs.
 """
 

@@ -169,8 +169,8 @@ def _shallow(layers: int, name: str, value: Any) -> Any:
         return [1 for _ in value]
     if name == "axial_pos_embds":  # places for texts of one length
         return False
-    if value is None and _CHOSEN.match(name):
-        return 2
+    if value is None and (_CHOSEN.match(name) or name == "vocab_size"):
+        return 2 if _CHOSEN.match(name) else WORDS
     if not _counts(value):
         return value
     if _LAYERS.match(name):

@@ -117,6 +117,15 @@ def test_on_cuda_what_the_allocator_reserves_is_predicted_too() -> None:
     assert predict(device="cpu").reserved_bytes is None
 
 
+def test_what_the_allocator_may_hand_out_beyond_what_is_asked_for_is_said() -> None:
+    found = predict(device="cuda")
+    assert found.allocated_bytes == found.peak_bytes
+    assert predict(device="cpu").allocated_bytes is None
+    little, much = (replace(found, allocated_bytes=found.peak_bytes + more) for more in (4 << 20, 5 << 20))
+    assert little.notes == found.notes
+    assert any(note.startswith("PyTorch's allocator may count 5.0 MiB more") for note in much.notes)
+
+
 def test_extrapolated_ops_are_counted_and_said() -> None:
     found = predict()
     ops = tuple(replace(op, extrapolated=op.id in (1, 2)) for op in found.trace.graph.ops)

@@ -12,7 +12,7 @@ from torch import nn
 from lowtide.cost.cuda_rules import CONTEXT_BYTES
 from lowtide.cost.price import is_here
 from lowtide.cost.profile import Progress
-from lowtide.ir.cuda_allocator import cached
+from lowtide.ir.cuda_allocator import Reserve, cached
 from lowtide.ir.graph import Op
 from lowtide.ir.simulate import Category
 from lowtide.text.budget import parse_bytes
@@ -26,6 +26,7 @@ _NO_WORKSPACES = (
     "workspaces are not included: the step was not profiled, and kernels (convolutions above all) "
     "take memory of their own while they run"
 )
+_NOT_WORTH_TELLING = 4 << 20  # bytes, and a hundredth of what is not resident
 _BY_RULE = (
     "workspaces are those that CUDA's kernels are known to take: this machine has no such device to "
     "profile them on"
@@ -38,7 +39,8 @@ class Fit:
 
     Everything is read off `trace`, so the numbers cannot disagree. `reserved_bytes` is the most that
     PyTorch's caching allocator will take from the device (as in `Reading`), `context_bytes` what CUDA
-    itself takes; both are None on the CPU, and neither is part of the peak or the budget.
+    itself takes, `allocated_bytes` the peak as that allocator counts it once it is warm, which may hand out
+    blocks larger than asked for; all are None on the CPU, and none is part of the peak or the budget.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Fit:
     budget_bytes: int | None = None
     reserved_bytes: int | None = None
     context_bytes: int | None = None
+    allocated_bytes: int | None = None
 
     @property
     def device(self) -> str:
@@ -108,11 +111,22 @@ class Fit:
         return self.reserved_bytes + self.context_bytes
 
     @property
+    def whole_blocks_bytes(self) -> int:
+        """How much more than the peak the allocator may count, by a replay of some steps."""
+        return 0 if self.allocated_bytes is None else max(0, self.allocated_bytes - self.peak_bytes)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the prediction does not know, in words."""
         own = [] if self.profiled else [_NO_WORKSPACES if self.workspaces_from is None else _BY_RULE]
         if self.extrapolated:
             own.append(f"the workspaces of {self.extrapolated} ops are extrapolated from smaller batches")
+        if self.whole_blocks_bytes > max((self.peak_bytes - self.resident_bytes) // 100, _NOT_WORTH_TELLING):
+            more = format_bytes(self.whole_blocks_bytes)
+            own.append(
+                f"PyTorch's allocator may count {more} more, depending on what ran before: it hands out a free block whole if less than 1 MiB of it would be left over. "
+                "expandable_segments does not"
+            )
         if self.fits and self.card_bytes is not None and self.card_bytes > (self.budget_bytes or 0):
             own.append(
                 f"the peak is within the budget, but a card needs {format_bytes(self.card_bytes)}: "
@@ -192,7 +206,7 @@ def fit(
             progress=progress,
         )
     )
-    here = is_here(trace.graph.device)
+    here, reserve = is_here(trace.graph.device), _reserve(trace)
     return Fit(
         model=name or type(model).__name__,
         trace=trace,
@@ -200,15 +214,16 @@ def fit(
         profiled=profile and here,
         optimizer=optimizer,
         budget_bytes=budget_bytes,
-        reserved_bytes=_reserved(trace),
-        context_bytes=CONTEXT_BYTES if trace.graph.device.startswith("cuda") else None,
+        reserved_bytes=None if reserve is None else reserve.reserved_bytes,
+        context_bytes=None if reserve is None else CONTEXT_BYTES,
+        allocated_bytes=None if reserve is None else reserve.allocated_bytes,
     )
 
 
-def _reserved(trace: Trace) -> int | None:
-    """What the caching allocator takes from the device; the CPU has none."""
+def _reserve(trace: Trace) -> Reserve | None:
+    """What the caching allocator takes from the device, and hands out; the CPU has none."""
     on_cuda = trace.graph.device.startswith("cuda")
-    return cached(trace.graph, trace.schedule).reserved_bytes if on_cuda else None
+    return cached(trace.graph, trace.schedule) if on_cuda else None
 
 
 def _predicted_on(trace: Trace, here: bool) -> str:

@@ -124,7 +124,8 @@ class Fit:
         if self.whole_blocks_bytes > max((self.peak_bytes - self.resident_bytes) // 100, _NOT_WORTH_TELLING):
             more = format_bytes(self.whole_blocks_bytes)
             own.append(
-                f"PyTorch's allocator may count {more} more, depending on what ran before: it hands out a free block whole if less than 1 MiB of it would be left over. "
+                f"PyTorch's allocator may count {more} more, depending on what ran before: "
+                "it hands out a free block whole if less than 1 MiB of it would be left over. "
                 "expandable_segments does not"
             )
         if self.fits and self.card_bytes is not None and self.card_bytes > (self.budget_bytes or 0):

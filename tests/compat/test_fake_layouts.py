@@ -35,6 +35,9 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group_norm's backward": lambda x, y: torch.ops.aten.native_group_norm_backward(
         x, y, *_groups(x), torch.ones(C), x.shape[0], C, 36, 2, [True] * 3
     )[0],
+    "layer_norm's backward": lambda x, y: torch.ops.aten.native_layer_norm_backward(
+        x.mT, y.mT, [6], *(torch.ones(*x.shape[:-1], 1),) * 2, torch.ones(6), torch.ones(6), [True] * 3
+    )[0],
     "max_unpool": lambda x, y: F.max_unpool2d(
         x[..., :3, :3], torch.arange(9).expand(len(x), C, 9).view(-1, C, 3, 3), [2, 2]
     ),

@@ -108,6 +108,7 @@ _ON_CPU: Mapping[Any, _Strides] = {
     **dict.fromkeys(
         (
             aten._log_softmax_backward_data.default,
+            aten.native_layer_norm_backward.default,
             aten.rrelu_with_noise.default,
             aten.rrelu_with_noise_functional.default,
         ),

@@ -13,6 +13,8 @@ from torch._dynamo.utils import counters
 import lowtide
 from benchmarks.fuzz.subjects import Subject
 from lowtide.backend import plans_of as plans_of_backend
+from lowtide.compat.dynamo import drawing_as_eager
+from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.ir.graph import Graph
 from lowtide.planner.verify import allowed_bytes
 from lowtide.solvers.solution import GraphSolution
@@ -114,14 +116,7 @@ class _Whole(nn.Module):
 
 
 def _compiled(subject: Subject, budget: str | int) -> Planned:
-    options = {"budget": budget}
-    whole = torch.compile(_Whole(subject), backend="lowtide", options=options, dynamic=False)  # type: ignore[call-overload]
-
-    def step() -> tuple[Tensor, Any]:
-        with subject.context():
-            loss, output = whole(*subject.example.args, **subject.example.kwargs)
-        loss.backward()
-        return loss.detach(), output
+    options: dict[str, Any] = {"budget": budget}
 
     def promise() -> Promise | None:
         plans = plans_of_backend(options)
@@ -129,7 +124,35 @@ def _compiled(subject: Subject, budget: str | int) -> Planned:
             return None  # what runs between graphs is not counted
         return Promise(allowed_bytes(plans[0]), _bytes_before(plans[0].graph))
 
-    return Planned(step, promise, lambda: "compiled", lambda: None)
+    return Planned(_step_of_whole(subject, "lowtide", options), promise, lambda: "compiled", lambda: None)
+
+
+def as_aot_eager(subject: Subject) -> Planned:
+    """Compiled by PyTorch alone: the graphs of torch.compile, run by the kernels of eager PyTorch.
+
+    Its fakes do as kernels do, for stock torch.compile fails by those that do not. And it draws what eager
+    PyTorch draws, also what nobody looks at, or all that is drawn later would differ.
+    """
+    step = _step_of_whole(subject, "aot_eager")
+
+    def corrected() -> tuple[Tensor, Any]:
+        with as_kernels_do(), drawing_as_eager():
+            return step()
+
+    return Planned(corrected, lambda: None, lambda: "aot_eager", lambda: None)
+
+
+def _step_of_whole(subject: Subject, backend: str, options: dict[str, Any] | None = None) -> Step:
+    """A step of model and loss, compiled together."""
+    whole = torch.compile(_Whole(subject), backend=backend, options=options, dynamic=False)
+
+    def step() -> tuple[Tensor, Any]:
+        with subject.context():
+            loss, output = whole(*subject.example.args, **subject.example.kwargs)
+        loss.backward()
+        return loss.detach(), output
+
+    return step
 
 
 def _bytes_before(graph: Graph) -> int:

@@ -16,9 +16,10 @@ from torch import fx
 
 from lowtide.compat.dispatch import TorchDispatchMode, is_higher_order, without_modes
 from lowtide.compat.dynamo import BEGINS_AUTOCAST, ENDS_AUTOCAST
+from lowtide.compat.kernels import copied_to
 from lowtide.compat.tensors import tensors_in
 
-_TO = torch.ops.aten._to_copy.default
+_TO = copied_to.default
 
 
 def cast_once(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

@@ -47,7 +47,16 @@ def as_they_run() -> Iterator[None]:
     with ExitStack() as stack:
         for op in list(_taken_apart()):
             ways = {key: way for key, way in op.py_kernels.items() if key not in _KEYS}
-            for name, value in (("py_kernels", ways), ("_dispatch_cache", {})):
-                why = "tracing would take the op apart in another way than running it"
-                stack.enter_context(patched(op, name, value, why=why, since="torch 2.11"))
+            why = "tracing would take the op apart in another way than running it"
+            stack.enter_context(sent_another_way(op, "py_kernels", ways, why))
+        yield
+
+
+@contextmanager
+def sent_another_way(op: Any, table: str, ways: Any, why: str) -> Iterator[None]:
+    """While the block runs, `ways` are what one of an op's tables says."""
+    with (
+        patched(op, table, ways, why=why, since="torch 2.11"),
+        patched(op, "_dispatch_cache", {}, why=why, since="torch 2.11"),
+    ):
         yield

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
-from lowtide.compat.patches import patched
+from lowtide.compat.composites import sent_another_way
 from lowtide.compat.private import Private
 
 PRIVATE = (
@@ -28,7 +28,6 @@ PRIVATE = (
     Private("torch._subclasses.functional_tensor.FunctionalTensor.commit_update", "says that it is another"),
     Private("torch._subclasses.functional_tensor.FunctionalTensor.sync", "tells its views"),
     Private("torch._ops.OpOverload.python_key_table", "what a mode does with an op"),
-    Private("torch._ops.OpOverload._dispatch_cache", "the way that was chosen last"),
 )
 
 
@@ -38,11 +37,8 @@ def filled_as_they_lie() -> Iterator[None]:
     why = "tracing would fill a tensor in another order than running it"
     with ExitStack() as stack:
         for op in (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli_.Tensor):
-            for name, value in (
-                ("python_key_table", {FunctionalTensorMode: _filled}),
-                ("_dispatch_cache", {}),
-            ):
-                stack.enter_context(patched(op, name, value, why=why, since="torch 2.11"))
+            table = {FunctionalTensorMode: _filled}
+            stack.enter_context(sent_another_way(op, "python_key_table", table, why))
         yield
 
 

@@ -18,7 +18,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.compat.kernels import functional_batch_norm
+from lowtide.compat.kernels import copied_to, functional_batch_norm
 from lowtide.compat.patches import patched
 from lowtide.compat.private import Private
 from lowtide.compat.tensors import tensors_in
@@ -30,7 +30,6 @@ PRIVATE = (
     Private("torch.ops.aten._native_batch_norm_legit_no_training", "a BatchNorm in evaluation"),
     Private("torch.ops.aten._log_softmax_backward_data", "the backward of a logarithm of probabilities"),
     Private("torch._debug_has_internal_overlap", "whether a tensor names a place in memory twice"),
-    Private("torch.ops.aten._to_copy", "a copy in another type, laid out as the first"),
 )
 
 aten = torch.ops.aten
@@ -171,7 +170,7 @@ _MADE_ANEW: Mapping[Any, Callable[[Sequence[Any], Any], Any]] = {
         _in_memory_of_all,
     ),
 }
-_LIKE_WHAT_IS_COPIED = (aten._to_copy.default, aten.clone.default)  # pointwise, and no pointwise kernels
+_LIKE_WHAT_IS_COPIED = (copied_to.default, aten.clone.default)  # pointwise, and no pointwise kernels
 
 
 @contextmanager

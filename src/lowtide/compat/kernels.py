@@ -16,11 +16,13 @@ PRIVATE = (
     Private("torch.ops.aten._scaled_dot_product_cudnn_attention", "CUDA's attention in half precision"),
     Private("torch.ops.aten._scaled_dot_product_efficient_attention", "CUDA's attention in single precision"),
     Private("torch.ops.aten._native_batch_norm_legit_functional", "the BatchNorm that AOTAutograd captures"),
+    Private("torch.ops.aten._to_copy", "a copy in another type or place"),
     Private("torch._C._AutoDispatchBelowAutograd", "calls a kernel in grad mode without recording it"),
 )
 
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
+copied_to = torch.ops.aten._to_copy
 functional_batch_norm = torch.ops.aten._native_batch_norm_legit_functional
 
 

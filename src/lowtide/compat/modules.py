@@ -32,7 +32,7 @@ PRIVATE = (
 )
 
 TENSORS_AND_SUBMODULES = ("_parameters", "_buffers", "_modules")  # what a module keeps these in
-ASKED_BY_JIT = "_torchscript_modifier"  # an attribute of functions that nobody else asks for
+ASKED_BY_JIT = "_torchscript_modifier"  # what get_torchscript_modifier looks for in a function
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # what every module has, whatever its class
 
 

@@ -44,7 +44,7 @@ class _Open:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _RunningUnit:
     """The unit whose call is running: its arguments as they are written down, and what it keeps."""
 
     call: Unit
@@ -81,7 +81,7 @@ class Pass:
         self.reached = -1
         self.listening = Listening(self.slots)
         self.is_listening = False
-        self.unit: _Running | None = None
+        self.unit: _RunningUnit | None = None
         self.depth: list[Unit] = []
 
     # Hooks ----------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Pass:
             self._check_undisturbed()
             args, kwargs = self.slots.written((args, kwargs))
             kept = self.state_of(call[0], module).before(self.slots.originals, self.draws)
-        self.unit = _Running(call, args, kwargs, Surroundings.now(), kept)
+        self.unit = _RunningUnit(call, args, kwargs, Surroundings.now(), kept)
         kept_ones = kept is not None and kept.tensors
         self._listen(Heard.WRITES if kept_ones or self.slots.originals.among(module, given) else None)
 
@@ -148,7 +148,9 @@ class Pass:
         if span is not None and error is None:
             self._reach(span.stop, output)
 
-    def _end_unit(self, unit: _Running, module: nn.Module, output: Any, error: BaseException | None) -> None:
+    def _end_unit(
+        self, unit: _RunningUnit, module: nn.Module, output: Any, error: BaseException | None
+    ) -> None:
         self._listen(None)
         self.unit = None
         if unit.kept is not None:

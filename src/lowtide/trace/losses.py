@@ -22,7 +22,7 @@ _SMALL = 4096  # numbers that a loss makes besides, however small the batch
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownLoss:
     """What a loss needs beside an output of so many bytes, and which of its tensors get a gradient."""
 
     output_bytes: int
@@ -42,7 +42,7 @@ class LossOfAnyBatch:
     told: bool = field(default=False, init=False)  # whether the user knows of a stand-in
     stood_in_for: str = field(default="", init=False)  # what the loss raised, when it was last called
     _called_with: tuple[int, frozenset[int]] = field(default=(0, frozenset()), init=False)
-    _known: _Known | None = field(default=None, init=False)
+    _known: _KnownLoss | None = field(default=None, init=False)
 
     def __call__(self, output: Any) -> torch.Tensor:
         tensors = tensors_of(output)
@@ -61,11 +61,11 @@ class LossOfAnyBatch:
         """The loss was last called in the step that `trace` is of."""
         if self._known is None:
             output_bytes, used = self._called_with
-            self._known = _Known(output_bytes, _growth_bytes(trace), used)
+            self._known = _KnownLoss(output_bytes, _growth_bytes(trace), used)
         if isinstance(self.loss, LossWithTargets):  # of a batch that is not to be held for ever
             self.loss = replace(self.loss, targets=tree_map(_without_numbers, self.loss.targets))
 
-    def _stand_in(self, known: _Known, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _stand_in(self, known: _KnownLoss, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         scaled = -(-known.growth_bytes * _bytes_of(tensors) // max(1, known.output_bytes))
         used = [tensor for position, tensor in enumerate(tensors) if position in known.used]
         number: torch.Tensor = _StandIn.apply(scaled + _SMALL, *used)  # type: ignore[no-untyped-call]

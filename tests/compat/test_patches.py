@@ -20,7 +20,7 @@ import transformers.utils.import_utils as utilities
 from torch import nn
 from torch._dynamo import convert_frame
 from torch._functorch._aot_autograd import collect_metadata_analysis, runtime_wrappers
-from torch._subclasses import fake_impls
+from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
@@ -28,11 +28,13 @@ from torch.optim import optimizer as optimizers
 import lowtide
 from lowtide.aot import capture
 from lowtide.cli.quiet import undisturbed
+from lowtide.compat.autograd import told_of_functions
 from lowtide.compat.composites import _taken_apart, as_they_run
 from lowtide.compat.draws import filled_as_they_lie
 from lowtide.compat.dynamo_frames import Backends
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.fake_layouts import laid_out_as_kernels_do
+from lowtide.compat.fake_rnn import recurrent_layers_of_cudnn
 from lowtide.compat.gradient_layouts import gradients_laid_out, gradients_told
 from lowtide.compat.loggers import FAKE_KERNELS
 from lowtide.compat.patches import Patch, active, patched
@@ -156,7 +158,7 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
         as_they_run,
         tuple((op, name) for op in _taken_apart() for name in ("py_kernels", "_dispatch_cache")),
     ),
-    "compat/draws": (
+    "compat/composites, draws": (
         filled_as_they_lie,
         tuple(
             (op, name)
@@ -176,7 +178,13 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
             (torch._meta_registrations, "_meta_grouped_mm_common"),
             (torch.utils, "swap_tensors"),
             (FakeTensorMode, "dispatch"),
+            (fake_tensor, "op_implementations_checks"),
         ),
+    ),
+    "compat/fake_rnn": (recurrent_layers_of_cudnn, ((fake_tensor, "op_implementations_checks"),)),
+    "compat/autograd": (
+        lambda: told_of_functions(lambda: None),
+        ((torch.autograd.Function, "apply"),),
     ),
     "compat/gradient_layouts": (
         lambda: gradients_told(lambda gradient, strides: None),
@@ -280,6 +288,7 @@ def test_every_module_that_replaces_foreign_code_is_tested_here() -> None:
         for file in package.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module == "lowtide.compat.patches"
+        if any(alias.name == "patched" for alias in node.names)
     }
     assert users == {name.partition(",")[0] for name in REAL} | BELOW
 

@@ -161,6 +161,7 @@ def test_a_branch_that_was_not_planned_is_run_in_little_memory_and_told_once() -
     assert usual <= solution.timeline.growth_bytes + LOSS_BYTES
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it
 def test_a_branch_that_was_not_planned_is_refused_where_nothing_new_is_wanted() -> None:
     model, plain = made(Branching), made(Branching)
     lowtide.optimize(model, INPUTS, budget="min", effort="quick", on_new_shape="error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from lowtide.compat.dynamo_caches import forget_compiled
 from lowtide.execute.layer_hooks import LayerCourse
 from lowtide.execute.ops_graphs import Execution
 from lowtide.solvers.solution import GraphSolution, Solution
+
+_MOST_COMPILED = 32  # times that each graph may be compiled anew before all are let go of
 
 
 class Course(Protocol):
@@ -32,15 +35,29 @@ class OpsCourse:
     """A schedule at work: the forward is compiled, with a backend that does as the schedule says."""
 
     execution: Execution
+    backend: Callable[..., Any]
     compiled: Callable[..., Any]
     is_method: bool  # whether what was compiled wants the model as its first argument
 
     def run(
         self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self.execution.compiled > _MOST_COMPILED * self.execution.sections:
+            self._begin_anew()
         first = self.execution.begin()
         with compiling(self.execution.graph.assumptions, warns=not first):
             return self.compiled(model, *args, **kwargs) if self.is_method else self.compiled(*args, **kwargs)
+
+    def _begin_anew(self) -> None:
+        """Let go of what was compiled: most of it is for what has changed since."""
+        forget_compiled(self.backend)
+        self.execution.compiled = 0
+        warnings.warn(
+            f"lowtide: the model was compiled {_MOST_COMPILED} times for one plan, step after step: its "
+            " forward reads a number of Python's that changes, an argument or a counter that it keeps. "
+            "That takes time; in a tensor, or a buffer, a number may change.",
+            stacklevel=2,
+        )
 
 
 def check_layers(model: nn.Module, solution: Solution) -> None:
@@ -68,6 +85,6 @@ def course_of(
     execution = Execution(solution.graph, solution.schedule, spares, astray)
     backend = execution.backend
     compiled = torch.compile(own or type(model).forward, backend=backend, dynamic=False)
-    course = OpsCourse(execution, compiled, is_method=own is None)
+    course = OpsCourse(execution, backend, compiled, is_method=own is None)
     weakref.finalize(course, forget_compiled, backend).atexit = False
     return course

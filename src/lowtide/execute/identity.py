@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 
 from lowtide.compat.trees import keystr, tree_leaves_with_path
 from lowtide.ir.graph import Graph
+
+_NUMBER = re.compile(r"(^|=)(-?(\d+\.\d+|\d+(\.\d+)?e[+-]\d+|inf)|nan)$")
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -45,6 +48,11 @@ def described_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[
     """
     named = [("", thing) for thing in args] + sorted(kwargs.items(), key=itemgetter(0))
     return tuple(line for name, thing in named for line in _described(thing, name))
+
+
+def but_for_numbers(described: tuple[str, ...]) -> tuple[str, ...]:
+    """The same for arguments that differ in floating-point numbers; most often they run the same ops."""
+    return tuple(_NUMBER.sub(r"\1a number", line) for line in described)
 
 
 def _described(thing: Any, name: str) -> list[str]:

@@ -29,7 +29,7 @@ from lowtide.compat.undo import undone
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute.circumstances import circumstances
 from lowtide.execute.courses import Course, OpsCourse, check_layers, course_of
-from lowtide.execute.identity import fingerprint
+from lowtide.execute.identity import but_for_numbers, fingerprint
 from lowtide.solvers.solution import GraphSolution, Solution
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -161,6 +161,8 @@ class _Route:
         self._spares = spares
         self._courses: dict[tuple[str, ...], Course] = {}
         self._told: set[str] = set()
+        self._sharing: tuple[str, ...] | None = None  # inputs that run by the plan for other numbers
+        self._apart: set[tuple[str, ...]] = set()  # those whose ops are others than that plan's
 
     @torch.compiler.disable(reason="it runs by a plan: lowtide.remove(model)")  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +222,7 @@ class _Route:
 
     def _course(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
         """How to run the model on these arguments; None: as if there was no plan."""
-        inputs = circumstances(model, args, kwargs, with_hooks=not self._of_layers)
+        inputs = self._planned_as(circumstances(model, args, kwargs, with_hooks=not self._of_layers))
         if inputs in self._courses:
             return self._courses[inputs]
         if inputs not in self.solutions:
@@ -236,6 +238,18 @@ class _Route:
             self._courses[inputs] = course_of(model, solution, self.own, self._teller(), spares)
         return self._courses[inputs]
 
+    def _planned_as(self, inputs: tuple[str, ...]) -> tuple[str, ...]:
+        """The inputs whose plan is for these: themselves, or such as differ in floating-point numbers."""
+        self._sharing = None
+        if inputs in self.solutions or inputs in self._apart:
+            return inputs
+        meant = but_for_numbers(inputs)
+        for known in self.solutions:
+            if but_for_numbers(known) == meant:
+                self._sharing = inputs
+                return known
+        return inputs
+
     def _teller(self) -> Callable[[str], None]:
         """What a course tells of another path. Dynamo holds on to courses, so they refer to this weakly."""
         reference = weakref.ref(self)
@@ -248,6 +262,9 @@ class _Route:
         return astray
 
     def _astray(self, how: str) -> None:
+        if self._sharing is not None and self._replan is not None:  # they get a plan when they come again
+            self._apart.add(self._sharing)
+            return
         self._unplanned(
             f"the model took another path than the one that was planned: {how}.",
             "Plan for the path that it takes.",
@@ -344,7 +361,7 @@ class _Route:
     def _again_for(self, copied: nn.Module, own: Callable[..., Any] | None) -> _Route:
         made = _Route.__new__(_Route)
         made.__dict__.update(self.__dict__)
-        made.__dict__.update(own=own, _model=weakref.ref(copied), _courses={}, _told=set())
+        made.__dict__.update(own=own, _model=weakref.ref(copied), _courses={}, _told=set(), _apart=set())
         made.solutions = dict(self.solutions)
         return made
 

@@ -60,6 +60,7 @@ class Execution:
         self._waiting: list[int] = []  # the sections that have not run in this forward
         self._latest = -1  # the last one that has
         self._has_begun = False
+        self.compiled = 0  # graphs
         self._spares = spares or Spares()
         self._numbers: dict[int, int] = {}  # of Dynamo's graphs, by the section that each was compiled for
 
@@ -73,6 +74,11 @@ class Execution:
         """What each section does, in one number."""
         sections = 1 + max((op.section for op in self.graph.ops), default=-1)
         return [kind_of_section(self.graph, section) for section in range(sections)]
+
+    @property
+    def sections(self) -> int:
+        """How many graphs the planned step runs."""
+        return len(self._kinds)
 
     def follow(self, schedule: Schedule) -> None:
         """From the next forward on, do as another schedule of the same graph says."""
@@ -100,6 +106,7 @@ class Execution:
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs."""
+        self.compiled += 1
         # What is compiled again, because something that it was compiled for has changed, keeps its number.
         number = self._numbers.setdefault(1 + self._latest, len(self._numbers))
         known = known_of(number, self.graph.assumptions)

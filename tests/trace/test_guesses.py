@@ -87,6 +87,7 @@ KNOWN = {
     "a draw that was written over": (lambda _: torch.rand(2).add_(5)[0] < 0.0, None),
     "a constant": (lambda _: torch.tensor(3) > 2, True),
     "ones": (lambda _: torch.ones(3, dtype=torch.int64).sum() == 3, True),
+    "a mask of pictures": (lambda _: F.interpolate(torch.ones(4, 1, 192, 192), size=6).sum() == 144, True),
     "floats made of whole numbers": (lambda _: ((1.0 - torch.ones(2, 3)) * -9.0 < 0).any(), False),
     "like another": (lambda hidden: torch.full_like(hidden, 7, dtype=torch.int64).max() == 7, True),
 }

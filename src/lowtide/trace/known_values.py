@@ -4,7 +4,7 @@ Models look at such numbers to choose a path (is anything padded? is this one se
 optimizers to count their steps. The batch and the optimizer's state are real, so what is computed from
 their integers, booleans and scalars alone, and from constants, can be computed for real beside the fake.
 Floating-point numbers that were given are never followed, but for single ones; what was made of whole numbers
-is, where it is small (a mask of zeros and infinities).
+is, where it is not large (a mask of zeros and infinities, or of a batch of pictures).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from lowtide.compat.tensors import leaves, map_tensors, storage_key, tensors_in
 from lowtide.trace.ranges import Ranges
 
 _MOST_ELEMENTS = 1 << 20  # beyond this, following would cost time and memory of its own
-_MOST_FLOATS = 1 << 16
 
 # Ops that fill all of their result with one number: at which position that is given, or the number.
 _GIVEN_AT = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1, "fill_": 1, "scalar_tensor": 0}
@@ -40,14 +39,15 @@ class Shadows:
 
     def remember(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """`fake` stands for `real`, which nobody will write to."""
-        if real.device.type != "meta" and real.numel() <= _most(real, _MOST_FLOATS):
+        if real.device.type != "meta" and real.numel() <= _MOST_ELEMENTS:
             self._storages.add(storage_key(fake))
             with without_modes():
                 self._real[fake] = real.detach().cpu()
 
     def remember_given(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """`fake` stands for `real`, which belongs to somebody else."""
-        if real.device.type != "meta" and real.numel() <= _most(real, 1):
+        inexact = real.dtype.is_floating_point or real.dtype.is_complex
+        if real.device.type != "meta" and real.numel() <= (1 if inexact else _MOST_ELEMENTS):
             with without_modes():
                 self.remember(fake, real.detach().clone())
 
@@ -100,11 +100,7 @@ class Shadows:
         number = self.ranges.follow(func, args, kwargs, result)
         if number is None:
             number = _filled_with(func, args, kwargs)
-        if (
-            number is not None
-            and isinstance(result, torch.Tensor)
-            and result.numel() <= _most(result, _MOST_FLOATS)
-        ):
+        if number is not None and isinstance(result, torch.Tensor) and result.numel() <= _MOST_ELEMENTS:
             with without_modes():
                 self.remember(result, torch.full(result.shape, number, dtype=result.dtype))
 
@@ -115,11 +111,6 @@ class Shadows:
             for fake in [each for each in self._real if storage_key(each) == key]:
                 del self._real[fake]
             self._storages.discard(key)
-
-
-def _most(tensor: torch.Tensor, floats: int) -> int:
-    """How many elements a tensor may have that is followed, where so many `floats` may be."""
-    return floats if tensor.dtype.is_floating_point or tensor.dtype.is_complex else _MOST_ELEMENTS
 
 
 def _filled_with(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.families.families sweep --rows FILE.json --commit HASH [--jobs 4] [--sample 150]
     python -m benchmarks.families.families sweep --rows FILE.json --only hf:llama,timm:resnet18
-    python -m benchmarks.families.families table --rows FILE.json                       dated Markdown
+    python -m benchmarks.families.families table --rows FILE.json [MORE.json]           dated Markdown
 
 Swept are the model types of transformers, and the models of timm and torchvision where these are installed: a
 small member of each, random weights, a random batch, on CUDA where there is one. Nothing is downloaded. For
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,11 @@ def main() -> None:
     sweeping.add_argument("--deterministic", action="store_true", help="kernels, where there are such")
     sweeping.add_argument("--mend", action="store_true", help="rows of other commits only if they failed")
     tabling = commands.add_parser("table")
-    tabling.add_argument("--rows", type=Path, required=True)
-    tabling.add_argument("-o", "--output", type=Path, help="FILE.md beside the rows, unless told")
+    tabling.add_argument("--rows", type=Path, nargs="+", required=True, help="of a family, the last is taken")
+    tabling.add_argument("-o", "--output", type=Path, help="FILE.md beside the last of them, unless told")
     chosen = parser.parse_args()
     if chosen.command == "table":
-        report(json.loads(chosen.rows.read_text()), chosen.output or chosen.rows.with_suffix(".md"))
+        report(together(chosen.rows), chosen.output or chosen.rows[-1].with_suffix(".md"))
     else:
         sweep(chosen)
 
@@ -72,6 +73,13 @@ def sweep(chosen: argparse.Namespace) -> None:
         rows[row["family"]] = row | {"commit": chosen.commit}
         write_text(chosen.rows, json.dumps(document, indent=1))
         print(f"{len(rows):4d} {row['family']:32s} {verdict(row)}", flush=True)
+
+
+def together(files: Sequence[Path]) -> dict[str, Any]:
+    """The rows of several sweeps as one document, which is said to come from the last of them."""
+    documents = [json.loads(file.read_text()) for file in files]
+    rows = {family: row for document in documents for family, row in document["rows"].items()}
+    return {"machine": documents[-1]["machine"], "rows": rows}
 
 
 def _again(row: dict[str, Any], chosen: argparse.Namespace) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +126,16 @@ def test_a_process_that_dies_or_hangs_has_a_row_that_says_so() -> None:
 def test_a_row_of_another_commit_is_made_again(commit: str, mend: bool, failed: bool, again: bool) -> None:
     there = row(commit="a", **({"crashed": "it did"} if failed else {}))
     assert families._again(there, Namespace(commit=commit, mend=mend)) is again
+
+
+def test_of_several_sweeps_the_last_row_of_a_family_is_taken(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    first.write_text(json.dumps({"machine": {"date": 1}, "rows": {"a": {"commit": 1}, "b": {"commit": 1}}}))
+    second.write_text(json.dumps({"machine": {"date": 2}, "rows": {"b": {"commit": 2}}}))
+    assert families.together([first, second]) == {
+        "machine": {"date": 2},
+        "rows": {"a": {"commit": 1}, "b": {"commit": 2}},
+    }
 
 
 # Counts -----------------------------------------------------------------------------------------------

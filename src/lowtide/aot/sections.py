@@ -9,14 +9,15 @@ section each time.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import fx, nn
@@ -33,6 +34,7 @@ from lowtide.compat.dynamo_caches import forget_compiled, forget_tracing
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.gradient_layouts import gradients_told
 from lowtide.compat.patches import ONE_THREAD
+from lowtide.compat.undo import undone
 from lowtide.ir.assumptions import Assumption, GradientLayouts, Layout, NoGradient
 from lowtide.ir.graph import Phase
 from lowtide.ir.strides import Ints, overlaps
@@ -53,6 +55,15 @@ _SETTINGS: Mapping[str, Any] = {
     "optimize_ddp": False,  # it would cut graphs where DDP's buckets end; a plan is for whole ones
 }
 
+_Filter: TypeAlias = tuple[str, re.Pattern[str], type[Warning], None, int]
+_SAID_BY_DYNAMO: list[_Filter] = [
+    ("ignore", re.compile(text), UserWarning, None, 0)
+    for text in (
+        "The .grad attribute of a Tensor that is not a leaf",  # what goes from one graph into the next
+        "Dynamo does not know how to trace",
+    )
+]
+
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 OUTSIDE = -1  # the section of an op that runs eagerly, between or around the captured graphs
@@ -69,10 +80,10 @@ def settings() -> dict[str, Any]:
 
 
 @contextmanager
-def compiling(assumptions: Collection[Assumption] = (), *, warns: bool = False) -> Iterator[None]:
+def compiling(assumptions: Collection[Assumption] = ()) -> Iterator[None]:
     """Dynamo set up so that a capture and what runs later have the same graphs; afterwards it is as before.
 
-    `assumptions` are those of the captured graph. Unless it `warns`, Dynamo says nothing of what it compiles.
+    `assumptions` are those of the captured graph.
     """
     chatty = [logging.getLogger(name) for name in CHATTY_LOGGERS]
     for logger in chatty:
@@ -83,7 +94,7 @@ def compiling(assumptions: Collection[Assumption] = (), *, warns: bool = False) 
             configured(settings()),
             unnoticed_by_transformers(assumptions),
             as_kernels_do(),
-            nullcontext() if warns else _without_warnings(),
+            _without_warnings(),
         ):
             yield
     finally:
@@ -96,14 +107,18 @@ def compiling(assumptions: Collection[Assumption] = (), *, warns: bool = False) 
 def _without_warnings() -> Iterator[None]:
     """Dynamo does not warn while the block runs.
 
-    Python forgets then which of the user's own warnings were shown: it is for the few times when something
-    is compiled.
+    `warnings.catch_warnings` would have Python forget which of the user's own warnings it has shown.
     """
-    with warnings.catch_warnings():
-        # Dynamo itself looks at what comes out of one graph and goes into the next.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        warnings.filterwarnings("ignore", "Dynamo does not know how to trace")
+    filters = cast(list[_Filter], warnings.filters)
+    with undone(lambda: _take_out(filters)):
+        filters[:0] = _SAID_BY_DYNAMO
         yield
+
+
+def _take_out(filters: list[_Filter]) -> None:
+    for each in _SAID_BY_DYNAMO:
+        if each in filters:
+            filters.remove(each)
 
 
 def _silence(record: logging.LogRecord) -> bool:

@@ -44,8 +44,8 @@ class OpsCourse:
     ) -> Any:
         if self.execution.compiled > _MOST_COMPILED * self.execution.sections:
             self._begin_anew()
-        first = self.execution.begin()
-        with compiling(self.execution.graph.assumptions, warns=not first):
+        self.execution.begin()
+        with compiling(self.execution.graph.assumptions):
             return self.compiled(model, *args, **kwargs) if self.is_method else self.compiled(*args, **kwargs)
 
     def _begin_anew(self) -> None:

@@ -84,13 +84,12 @@ class Execution:
         """From the next forward on, do as another schedule of the same graph says."""
         self.schedules.append(schedule)
 
-    def begin(self) -> bool:
-        """A forward of the whole model begins; whether it is the first."""
+    def begin(self) -> None:
+        """A forward of the whole model begins."""
         self._waiting, self._latest = list(range(len(self._kinds))), -1
-        first, self._has_begun = not self._has_begun, True
-        if not first:
+        if self._has_begun:
             self._spares.hold(())  # whatever is compiled later is compiled because something has changed
-        return first
+        self._has_begun = True
 
     @property
     def backend(self) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:

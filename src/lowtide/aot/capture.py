@@ -56,7 +56,6 @@ def capture(
     target: Any = None,
     device: str | torch.device | None = None,
     name: str | None = None,
-    constants: Constants | None = None,
 ) -> Graph:
     """Capture the forward and backward of `model` as one graph, without computing anything.
 
@@ -79,9 +78,6 @@ def capture(
     runs, it is that of an undisturbed step (see `lowtide.dry_run`), and `graph.assumptions` say so. On other
     numbers it cannot depend.
 
-    Tensors that the user's code writes out (`torch.tensor([1.5])`) are resident; what they are is left in
-    `constants`.
-
     Model and example may be real, or on the meta device; they are left as they were, also after an error.
     What others have compiled with torch.compile stays compiled.
 
@@ -91,6 +87,19 @@ def capture(
         BadRequest: nothing in the output depends on a parameter that requires gradients.
     """
     example, loss = declared(example, loss, target)
+    return capture_in_one(model, example, loss, device, name)
+
+
+def capture_in_one(
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None,
+    device: str | torch.device | None = None,
+    name: str | None = None,
+    constants: Constants | None = None,
+) -> Graph:
+    """`capture` of a step that is declared. What the user's code writes out, `torch.tensor([1.5])`, is
+    resident in the graph, and left in `constants`."""
     graph = _capture(model, example, loss, device, name, _step_in_one, constants=constants)
     return replace(
         graph, assumptions=tuple(each for each in graph.assumptions if isinstance(each, Guess))

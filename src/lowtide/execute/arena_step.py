@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lowtide.aot.capture import CONSTANT, DECIDED, Constants, capture, capture_forward
+from lowtide.aot.capture import CONSTANT, DECIDED, Constants, capture_forward, capture_in_one
 from lowtide.arena.layout import Layout
 from lowtide.cost.price import with_costs
 from lowtide.cost.profile import Progress
@@ -54,7 +54,8 @@ def in_arena(
     tensors) is decided now. Where that follows from a number that exists only when a step runs, and may be
     another in the next, there is no such step, and none is made.
 
-    With `profile`, the kernels' workspaces are measured first, so that `step.report` counts them.
+    With `profile`, the kernels' workspaces are measured first, so that `step.report` counts them. In the
+    first step ops are tried beside the arena, one by one, which takes up to twice what one of them makes.
 
     Raises:
         BadRequest: the model is not on one real device, or the solution is for layers or another model.
@@ -75,7 +76,7 @@ def _planned(
     """A graph, a schedule of it, and the tensors that the user's code writes out."""
     if solution is None:
         constants: Constants = {}
-        graph = capture(model, example, loss, constants=constants)
+        graph = capture_in_one(model, example, loss, constants=constants)
         _refuse_guesses(graph)
         return graph, straight(graph), _named(constants, graph)
     if isinstance(solution, Solution):

@@ -101,6 +101,15 @@ def test_a_variant_that_makes_its_place_larger_is_found_out() -> None:
     assert not leaves_what_it_returns(Writer(Way.WRITTEN, larger), "aten.sin.default", [X], {}, outs)
 
 
+def test_a_variant_that_refuses_its_place_is_found_out() -> None:
+    def refuses(args: list[Any], kwargs: dict[str, Any], outs: Any) -> Callable[[], object]:
+        return lambda: outs[0].view(5, 5)
+
+    assert not leaves_what_it_returns(
+        Writer(Way.WRITTEN, refuses), "aten.sin.default", [X], {}, [torch.empty(4, 6)]
+    )
+
+
 def test_a_batch_norm_can_be_written_over_its_own_input() -> None:
     x = IMAGE.clone()
     args = [x, torch.ones(3), torch.zeros(3), None, None, True, 0.1, 1e-5]

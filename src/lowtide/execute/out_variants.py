@@ -90,11 +90,11 @@ def leaves_what_it_returns(writer: Writer, target: str, args: Args, kwargs: Kwar
     large as they are. Takes as much memory as the op's results do twice."""
     if any(out is None for out in outs):
         return False  # then it moves them
-    tried = [_full_of_junk(out) for out in outs if out is not None]
-    looked = [_looks(out) for out in tried]
     try:
+        tried = [_full_of_junk(out) for out in outs if out is not None]
+        looked = [_looks(out) for out in tried]
         writer.bind(args, kwargs, tried)()
-    except RuntimeError:  # it refuses tensors like these
+    except RuntimeError:  # it refuses tensors like these, or there is no memory to try it in
         return False
     results = tensor_leaves(kernel(target)(*args, **kwargs))
     return [_looks(out) for out in tried] == looked and all(map(_are_same, results, tried))

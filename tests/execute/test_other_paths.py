@@ -179,3 +179,34 @@ def test_what_was_taken_to_be_so_is_kept_in_files(tmp_path: Path) -> None:
     assert isinstance(loaded, GraphSolution)
     lowtide.apply(model, loaded)
     assert_same_step(model, plain, INPUTS, 1)
+
+
+# Outputs that nobody knew to be unused ----------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    """One of its heads is left out by the loss. The number that is drawn is guessed when a plan is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.used, self.unused = Block(), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.stem(x) * random.uniform(0.5, 1.5)
+        return self.used(x), self.unused(x.tanh())
+
+
+def test_a_head_that_the_loss_leaves_out_gets_no_gradient_and_not_zeros() -> None:
+    model = made(TwoHeads)
+    lowtide.optimize(model, INPUTS, budget="min", loss=lambda heads: heads[0].square().mean(), effort="quick")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the number takes another path
+        heads = model(INPUTS)
+    heads[0].square().mean().backward()
+    assert model.unused.weight.grad is None
+    assert model.used.weight.grad is not None
+    assert model.stem.wide.weight.grad is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.stack([head.square().mean() for head in model(INPUTS)]).sum().backward()
+    assert model.unused.weight.grad is not None

@@ -20,8 +20,9 @@ from lowtide.aot.eager_kernels import use_eager_kernels
 from lowtide.aot.halves import Halves, identity, results_of
 from lowtide.aot.known import NOTHING, Known
 from lowtide.aot.mark import Mark
+from lowtide.aot.unreached import Unreached
 from lowtide.aot.unused_draws import draw_once, name_results_of_unused_draws
-from lowtide.aot.unused_outputs import cut_off
+from lowtide.aot.unused_outputs import cut_off, differentiable_outputs
 from lowtide.aot.use_by_use import enter_use_by_use
 from lowtide.compat.composites import as_they_run
 from lowtide.compat.draws import filled_as_they_lie
@@ -103,6 +104,7 @@ class TakenApart:
         self.identity = identity
         self.halves: Halves | None = None
         self.call: Callable[..., Any] | None = None
+        self._unreached = Unreached()
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], known: Known) -> Callable[..., Any]:
         """What Dynamo is to call."""
@@ -120,12 +122,14 @@ class TakenApart:
             views_as_they_run(viewed),
             gradients_laid_out(known.layouts),
         ):
-            self.call = enter_use_by_use(
+            outputs = [at for at in differentiable_outputs(module) if at not in known.gradientless]
+            call = enter_use_by_use(
                 cast_once(module, inputs),
                 inputs,
                 known.use_by_use,
                 lambda module, inputs: cut_off(module, known.gradientless, lambda: compile_(module, inputs)),
             )
+        self.call = self._unreached.watching(outputs, call)
         return self.call
 
     @property
@@ -156,7 +160,7 @@ class TakenApart:
 
     def _backward(self, args: list[Any]) -> Any:
         mark = Mark.read(args.pop(0))
-        return self.runs.run_backward(mark, args)
+        return self._unreached.without(self.runs.halves, self.runs.run_backward(mark, args))
 
 
 class Spares:

@@ -3,7 +3,8 @@
 A schedule drops a value after the last op that touches it. Around captured graphs, nothing follows a
 schedule: what a graph returns must be there when its forward ends, also if nobody reads it then (a block that
 returns `(x, attention)` to a caller that drops the attention); a variable that is overwritten later keeps
-its tensor till then; and a formula of autograd, of a loss say, keeps what it makes till it is over.
+its tensor till then, also while another graph is given it and has done with it (a mask); and a formula of
+autograd, of a loss say, keeps what it makes till it is over.
 """
 
 from __future__ import annotations
@@ -57,15 +58,27 @@ class HeldAround:
     def in_graph(self, graph: Graph) -> Graph:
         """`graph` with ops that hold what is held around its sections longer than anything touches it."""
         held: dict[tuple[int, int], set[int]] = {}  # (before which op, of which section) -> values
+        last = {value: op.id for op in graph.ops for value in (*op.creates, *op.reads, *op.mutates)}
         for made in self._returns:
             if made.let_go is not None and _is_dropped(made, graph):
                 section = made.section if made.let_go == made.ended else BETWEEN_GRAPHS
                 held.setdefault((made.let_go, section), set()).add(made.value)
+            elif made.let_go is not None and _is_kept_by_caller(made.value, made.let_go, last, graph):
+                held.setdefault((made.let_go, BETWEEN_GRAPHS), set()).add(made.value)
         for value, touched in _touched_last_outside(graph).items():
             place = _outside_of_sections(graph, self._deaths.get(value, 0))
             if place > touched + 1:
                 held.setdefault((place, BETWEEN_GRAPHS), set()).add(value)
         return _with_holding(graph, held) if held else graph
+
+
+def _is_kept_by_caller(value: int, let_go: int, last: Mapping[int, int], graph: Graph) -> bool:
+    """Whether a section touches a value last that it is given, and is over when that is let go of."""
+    touched = last.get(value)
+    if touched is None or value not in graph.creator or value in graph.outputs:
+        return False
+    in_a_section = graph.ops[touched].section != BETWEEN_GRAPHS
+    return in_a_section and touched + 1 < let_go == _outside_of_sections(graph, let_go)
 
 
 def _is_dropped(made: _Return, graph: Graph) -> bool:

@@ -75,11 +75,14 @@ def _outcome(recipe: Recipe, way: str, budget: str) -> Row:
 
 
 def _within_budget(recipe: Recipe, way: str, asked: str | int, expected: list[Outcome], close: float) -> Row:
-    """A row for the budget that was asked for, or for the least that is said to be possible."""
+    """A row for the budget that was asked for, or for the least that is said to be possible.
+
+    Where that is said of one graph, and then of the step with all of its graphs, it is the latter.
+    """
     row = _planned(recipe, way, asked, expected, close)
-    if row["outcome"] == INFEASIBLE:
-        least = row["least_bytes"]
-        row = _planned(recipe, way, least, expected, close) | {"note": "below the least, so the least"}
+    while row["outcome"] == INFEASIBLE and (isinstance(asked, str) or row["least_bytes"] > asked):
+        asked = int(row["least_bytes"])
+        row = _planned(recipe, way, asked, expected, close) | {"note": "below the least, so the least"}
     return row
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,6 +17,13 @@ from tests.helpers.faults import FailingOp, Moments, differences, make_up, strea
 
 X = torch.randn(4, 8)
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+    gc.collect()
 
 
 def network() -> nn.Sequential:
@@ -55,6 +63,16 @@ def by_layers(model: nn.Sequential) -> None:
 
 def by_ops(model: nn.Sequential) -> None:
     lowtide.optimize(model, (X,), loss=square, budget="min", effort="quick", profile=False)
+
+
+def in_an_arena(model: nn.Module) -> Callable[[nn.Module], object]:
+    step = lowtide.in_arena(model, (X,), square)
+    return lambda _: step()
+
+
+def by_the_backend(model: nn.Module) -> Callable[[nn.Module], object]:
+    compiled = torch.compile(model, backend="lowtide", options={"budget": "1MiB"})
+    return lambda _: square(compiled(X)).backward()
 
 
 def plan_layers(model: nn.Module) -> None:
@@ -118,6 +136,34 @@ def test_an_interrupt_at_any_moment_leaves_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", WAYS)
 def test_an_interrupt_at_any_of_many_moments_leaves_nothing(name: str) -> None:
     check(WAYS[name], more=10)
+
+
+@pytest.mark.parametrize("begin", [in_an_arena, by_the_backend])
+@pytest.mark.parametrize("number", [6, pytest.param(80, marks=pytest.mark.long)])
+def test_an_interrupt_of_a_step_that_was_made_leaves_nothing(
+    begin: Callable[[nn.Module], Callable[[nn.Module], object]], number: int
+) -> None:
+    model = network()
+    run, expected = begin(model), step(network())
+    for _ in range(3):  # the first steps compile
+        ready(model)
+        run(model)
+    ready(model)
+    counted = Moments()
+    counted.during(lambda: run(model))
+    for at in spread(counted.count, number):
+        ready(model)
+        before, moments = (switched_on(), make_up(model)), Moments(at)
+        moments.during(lambda: run(model))
+        left = differences(before[0], switched_on()) + differences(before[1], make_up(model))
+        assert not left, f"an interrupt at {moments.where} leaves {', '.join(left)}"
+        ready(model)
+        run(model)
+        found = [*(parameter.grad for parameter in model.parameters()), *model.buffers()]
+        for mine, other in zip(found, expected, strict=True):
+            assert mine is not None
+            assert other is not None
+            assert torch.equal(mine, other), moments.where
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])

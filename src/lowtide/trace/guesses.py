@@ -66,7 +66,8 @@ class Guesses:
         given = args[0]
         between = self._shadows.ranges.of(given)
         if given.dtype is torch.bool:
-            return self._told(self._truth(self._builder().value_of(given)) is True)
+            truth = self._truth(self._builder().value_of(given))
+            return self._told(_is_asserted() if truth is None else truth)
         if between is not None:
             most = between.most
             return self._told(float(most) if given.dtype.is_floating_point else int(most))
@@ -152,6 +153,12 @@ class Guesses:
             return None
         found = (op for op in reversed(self._builder().ops) if value in (*op.creates, *op.mutates))
         return next(found, None)
+
+
+def _is_asserted() -> bool:
+    """Whether the user's line asserts what is read: an undisturbed step goes on after it."""
+    _, _, code = current_line().partition("`")
+    return code.startswith("assert ") and not code.startswith("assert not ")
 
 
 def _name(op: Op) -> str:

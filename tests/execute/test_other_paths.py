@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ SEEDS = range(6)
 LOSS_BYTES = 64  # the loss itself, and the gradient that it begins with
 
 Drop = Callable[[], "torch.Tensor | bool"]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +109,7 @@ def planned(model: nn.Module, budget: str) -> GraphSolution:
     return solution
 
 
-def made(kind: Callable[[], nn.Module]) -> nn.Module:
+def made(kind: Callable[[], Model]) -> Model:
     torch.manual_seed(0)
     return kind()
 

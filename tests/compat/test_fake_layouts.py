@@ -47,6 +47,11 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "hardswish's backward": torch.ops.aten.hardswish_backward.default,
     "hardtanh's backward": lambda x, y: torch.ops.aten.hardtanh_backward(x, y, -1, 1),
     "log_softmax's backward": lambda x, y: torch.ops.aten._log_softmax_backward_data(x, y, 1, x.dtype),
+    "mse_loss's backward": lambda x, y: torch.ops.aten.mse_loss_backward(torch.ones(()), x, y, 1),
+    "smooth_l1_loss' backward": lambda x, y: torch.ops.aten.smooth_l1_loss_backward(
+        torch.ones(()), x, y, 1, 1.0
+    ),
+    "huber_loss' backward": lambda x, y: torch.ops.aten.huber_loss_backward(torch.ones(()), x, y, 1, 1.0),
     "softplus' backward": lambda x, y: torch.ops.aten.softplus_backward(x, y, 1, 20),
     "reflection's backward": lambda x, y: torch.ops.aten.reflection_pad2d_backward(
         F.pad(x, [1] * 4), y, [1] * 4

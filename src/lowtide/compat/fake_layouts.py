@@ -108,6 +108,9 @@ _ON_CPU: Mapping[Any, _Strides] = {
         (
             aten._log_softmax_backward_data.default,
             aten.native_layer_norm_backward.default,
+            aten.mse_loss_backward.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.huber_loss_backward.default,
             aten.rrelu_with_noise.default,
             aten.rrelu_with_noise_functional.default,
         ),

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 
@@ -21,6 +22,11 @@ class Backend:
     def __call__(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         self.compiled += 1
         return module.forward
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled_yet() -> None:
+    torch._dynamo.reset()  # or Dynamo might have enough of a function that other tests have compiled often
 
 
 def test_what_was_compiled_is_compiled_anew_after_it_was_forgotten() -> None:

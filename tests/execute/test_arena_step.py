@@ -373,6 +373,17 @@ def test_a_path_that_was_decided_by_one_batch_is_not_taken_with_another() -> Non
         step(rows=torch.tensor([1]))
 
 
+def test_a_recurrent_layer_in_an_arena_leaves_what_its_backward_needs() -> None:
+    torch.manual_seed(0)
+    model, x = nn.LSTM(4, 4, batch_first=True), torch.randn(3, 5, 4)
+    plain = copy.deepcopy(model)
+    step = lowtide.in_arena(model, (x,), loss=lambda found: found[0].square().sum())
+    expected = plain(x)[0].square().sum()
+    expected.backward()
+    assert torch.equal(step(), expected)
+    assert_trained_alike(plain, model)
+
+
 def test_a_buffer_that_becomes_another_kind_of_tensor_is_refused() -> None:
     model = Counting()
     model.mean = torch.zeros(())

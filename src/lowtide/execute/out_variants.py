@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lowtide.compat.dispatch import has_kernel, schema_of
-from lowtide.compat.kernels import cudnn_allows_tf32, is_cudnn_convolution
+from lowtide.compat.kernels import cudnn_allows_tf32, is_cudnn_convolution, rnn_layer_for_training
 from lowtide.compat.tensors import leaves
 from lowtide.cost.op_bench import resolve
 from lowtide.ir.graph import Graph
@@ -376,4 +376,5 @@ def _batch_norm_backward_from_output(
 
 _OWN_KERNELS: Mapping[str, Callable[..., Any]] = {
     "lowtide.batch_norm_backward_from_output.default": _batch_norm_backward_from_output,
+    "aten.mkldnn_rnn_layer.default": rnn_layer_for_training,  # without gradients it leaves nothing for them
 }

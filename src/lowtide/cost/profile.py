@@ -78,8 +78,11 @@ def profile(
 
 
 def with_costs(graph: Graph, costs: Mapping[str, Cost], *, profiled_on: str, library: int = 0) -> Graph:
-    """`graph` with the costs that are known for its ops; the others keep theirs."""
-    values = list(graph.values)
+    """`graph` with the costs that are known for its ops; the others keep theirs.
+
+    No value becomes smaller than what a tensor of the graph reaches in it: it would lie on others in an arena.
+    """
+    values, reached = list(graph.values), _reached_bytes(graph)
     ops: list[Op] = []
     for op in graph.ops:
         cost = costs.get(signature(op, graph))
@@ -96,10 +99,18 @@ def with_costs(graph: Graph, costs: Mapping[str, Cost], *, profiled_on: str, lib
         )
         if cost.output_bytes is not None and len(cost.output_bytes) == len(op.creates):
             for value, size in zip(op.creates, cost.output_bytes, strict=True):
-                least = values[value].bytes if _looks_at_parts(op, graph) else 0
+                least = values[value].bytes if _looks_at_parts(op, graph) else reached.get(value, 0)
                 values[value] = replace(values[value], bytes=max(size, least))
     priced = replace(graph, ops=tuple(ops), values=tuple(values), profiled_on=profiled_on)
     return with_library(priced, library)
+
+
+def _reached_bytes(graph: Graph) -> dict[int, int]:
+    """How far into each value its tensors reach."""
+    found: dict[int, int] = {}
+    for tensor in graph.tensors:
+        found[tensor.value] = max(found.get(tensor.value, 0), extent_bytes(tensor))
+    return found
 
 
 def _looks_at_parts(op: Op, graph: Graph) -> bool:

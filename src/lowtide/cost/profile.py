@@ -80,7 +80,7 @@ def profile(
 def with_costs(graph: Graph, costs: Mapping[str, Cost], *, profiled_on: str, library: int = 0) -> Graph:
     """`graph` with the costs that are known for its ops; the others keep theirs.
 
-    No value becomes smaller than what a tensor of the graph reaches in it: it would lie on others in an arena.
+    No value becomes smaller than what a tensor reaches in it: in an arena it would lie on others.
     """
     values, reached = list(graph.values), _reached_bytes(graph)
     ops: list[Op] = []

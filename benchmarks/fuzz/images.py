@@ -15,7 +15,7 @@ from benchmarks.fuzz.parts import Maker, Part
 
 def _convolution(rng: random.Random, c: int) -> nn.Module:
     groups, bias = rng.choice((1, 1, 2, c)), rng.random() < 0.5
-    mode = rng.choice(("zeros", "zeros", "zeros", "reflect", "circular", "replicate"))
+    mode: Any = rng.choice(("zeros", "zeros", "zeros", "reflect", "circular", "replicate"))
     size, dilation = rng.choice(((1, 1), (3, 1), (3, 2), (5, 1))) if mode == "zeros" else (3, 1)
     return nn.Conv2d(c, c, size, 1, dilation * (size // 2), dilation, groups, bias, mode)
 
@@ -65,7 +65,7 @@ def _pooled(rng: random.Random, c: int) -> nn.Module:
         lambda m, x: up(m, F.avg_pool2d(x, 3, 2, 1), x),
         lambda m, x: up(m, F.adaptive_avg_pool2d(x, (2, 2)), x),
         lambda m, x: up(m, F.adaptive_max_pool2d(x, 2), x),
-        lambda m, x: F.max_unpool2d(*F.max_pool2d(m.conv(x), 2, return_indices=True), 2),
+        lambda m, x: F.max_unpool2d(*F.max_pool2d(m.conv(x), 2, return_indices=True), [2, 2]),
         lambda m, x: up(m, F.lp_pool2d(x.abs() + 0.1, 2, 2), x),
     )
     return Part(rng.choice(runs), conv=nn.Conv2d(c, c, 1))
@@ -108,7 +108,8 @@ def _sampled(rng: random.Random, c: int) -> nn.Module:
 def _attended(rng: random.Random, c: int) -> nn.Module:
     def run(m: Any, x: Tensor) -> Tensor:
         q, k, v = m.qkv(x).flatten(2).mT.chunk(3, -1)
-        return x + F.scaled_dot_product_attention(q, k, v).mT.unflatten(2, x.shape[2:])
+        found: Tensor = x + F.scaled_dot_product_attention(q, k, v).mT.unflatten(2, x.shape[2:])
+        return found
 
     return Part(run, qkv=nn.Conv2d(c, 3 * c, 1))
 

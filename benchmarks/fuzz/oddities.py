@@ -85,7 +85,8 @@ def _buffer_in_place(rng: random.Random, mix: nn.Module) -> nn.Module:
         out = m.mix(x)
         m.count.add_(1)
         m.mean.mul_(0.9).add_(out.detach().mean().to(m.mean.dtype), alpha=0.1)
-        return out - m.mean if reads else out
+        found: Tensor = out - m.mean if reads else out
+        return found
 
     reads = rng.random() < 0.5
     return Part(run, mix=mix, count=torch.zeros((), dtype=torch.long), mean=torch.zeros(1))
@@ -95,7 +96,8 @@ def _buffer_anew(rng: random.Random, mix: nn.Module) -> nn.Module:
     def run(m: Any, x: Tensor) -> Tensor:
         out = m.mix(x)
         m.mean = 0.9 * m.mean + 0.1 * out.detach().mean().to(m.mean.dtype)
-        return out * (1 + m.mean) if reads else out
+        found: Tensor = out * (1 + m.mean) if reads else out
+        return found
 
     reads = rng.random() < 0.5
     return Part(run, mix=mix, mean=torch.zeros(1))
@@ -105,7 +107,8 @@ def _remembered(rng: random.Random, mix: nn.Module) -> nn.Module:
     def run(m: Any, x: Tensor) -> Tensor:
         m.last = m.mix(x)
         m.calls = getattr(m, "calls", 0) + 1
-        return m.last + x
+        found: Tensor = m.last + x
+        return found
 
     return Part(run, mix=mix)
 
@@ -124,7 +127,8 @@ def _no_grad(rng: random.Random, mix: nn.Module) -> nn.Module:
     def run(m: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = m.mix(x).abs().mean()
-        return x * scale
+        found: Tensor = x * scale
+        return found
 
     return Part(run, mix=mix)
 
@@ -210,9 +214,9 @@ class _Reversed(torch.autograd.Function):
 
 def _custom_gradient(rng: random.Random, mix: nn.Module) -> nn.Module:
     runs = (
-        lambda m, x: _Square.apply(m.mix(x), 0.5),
-        lambda m, x: _Rounded.apply(m.mix(x)),
-        lambda m, x: _Reversed.apply(m.mix(x)),
+        lambda m, x: _Square.apply(m.mix(x), 0.5),  # type: ignore[no-untyped-call]
+        lambda m, x: _Rounded.apply(m.mix(x)),  # type: ignore[no-untyped-call]
+        lambda m, x: _Reversed.apply(m.mix(x)),  # type: ignore[no-untyped-call]
         lambda m, x: m.mix(x) + (m.mix(x).round() - m.mix(x)).detach(),
     )
     return Part(rng.choice(runs), mix=mix)
@@ -232,8 +236,12 @@ def _checkpointed(rng: random.Random, mix: nn.Module) -> nn.Module:
 
 def _normed_weight(rng: random.Random, mix: nn.Module) -> nn.Module:
     layer = next(module for module in mix.modules() if isinstance(module, nn.Linear | nn.Conv2d))
-    norms = (parametrizations.weight_norm, parametrizations.spectral_norm, spectral_norm)
-    norms += (parametrizations.orthogonal,) if isinstance(layer, nn.Linear) else ()
+    norms: list[Callable[..., Any]] = [
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        spectral_norm,
+    ]
+    norms += [parametrizations.orthogonal] if isinstance(layer, nn.Linear) else []
     rng.choice(norms)(layer)
     return mix
 

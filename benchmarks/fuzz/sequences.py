@@ -89,7 +89,8 @@ def _bilinear(rng: random.Random, c: int) -> nn.Module:
 
 
 def _split(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    found: Tensor = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    return found
 
 
 def _joined(x: Tensor) -> Tensor:

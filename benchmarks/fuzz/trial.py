@@ -336,12 +336,11 @@ def _state(subject: Subject) -> dict[str, Any]:
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
     for name in before.keys() | after.keys():
         one, other = before.get(name), after.get(name)
-        both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        if not (
-            torch.equal(one.nan_to_num(), other.nan_to_num())
-            if both and one.dtype == other.dtype
-            else one == other
-        ):
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            same = one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+        else:
+            same = one is other is None or (type(one) is type(other) and one == other)
+        if not same:
             return name
     return None
 

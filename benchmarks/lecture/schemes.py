@@ -114,7 +114,7 @@ def planned(scheme: Scheme, graph: Graph, network: str, size: int, kept: Path | 
         BadFile: there is such a file, and it cannot be read.
     """
     if kept is not None and scheme.is_searched and kept.exists():
-        document = read_document(kept, "schedule")
+        document = read_document(kept, "schedule", ("steps", "seconds"))
         with understanding(kept):
             fields = Reader(document, "schedule")
             return Planned(schedule_from_json(fields["steps"]), fields["seconds"].of(float))

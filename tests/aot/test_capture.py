@@ -1059,7 +1059,7 @@ class RecurrentOfCudnn(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         state = x.new_zeros(1, x.shape[1], 8)
-        how = (2, 8, 0, 1, False, 0.0, True, False, [], None)
+        how: tuple[Any, ...] = (2, 8, 0, 1, False, 0.0, True, False, [], None)
         layer = torch.ops.aten._cudnn_rnn.default
         found: torch.Tensor = layer(x, list(self.weights), 4, None, state, state, *how)[0]
         return found

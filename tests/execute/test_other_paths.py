@@ -198,6 +198,31 @@ class TwoHeads(nn.Module):
         return self.used(x), self.unused(x.tanh())
 
 
+class TwoHeadsAsPlanned(TwoHeads):
+    """The number that is guessed is the one that comes."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.stem(x)
+        if x.isfinite().all():
+            x = x * 2
+        return self.used(x), self.unused(x.tanh())
+
+
+def test_a_head_that_the_planned_step_leaves_out_is_not_computed_backwards_for_another_loss() -> None:
+    model, plain = made(TwoHeadsAsPlanned), made(TwoHeadsAsPlanned)
+    lowtide.optimize(model, INPUTS, budget="min", loss=lambda heads: heads[0].square().mean(), effort="quick")
+    for each in (model, plain):
+        torch.manual_seed(1)
+        each(INPUTS)[0].square().mean().backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, other.grad)
+    model.zero_grad(set_to_none=True)
+    heads = model(INPUTS)
+    with pytest.raises(CannotApply, match="an output that the loss did not use when the step was planned"):
+        torch.stack([head.square().mean() for head in heads]).sum().backward()
+
+
 def test_a_head_that_the_loss_leaves_out_gets_no_gradient_and_not_zeros() -> None:
     model = made(TwoHeads)
     lowtide.optimize(model, INPUTS, budget="min", loss=lambda heads: heads[0].square().mean(), effort="quick")

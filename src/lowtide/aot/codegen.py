@@ -87,7 +87,7 @@ def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> Sect
         backward.add_placeholder(node)
     for step in backward_steps:
         backward.do(step)
-    gradients = [backward.get(result) for result in halves.gradients]
+    gradients = [backward.wanted(result) for result in halves.gradients]
     results += [forward.get(node) for node in backward.saved]
     return SectionCode(forward.finish(results), backward.finish(gradients))
 
@@ -175,6 +175,7 @@ class _Half:
         self.env: dict[fx.Node, fx.Node] = {}
         self.saved: list[fx.Node] = []  # of the forward's, in the order in which they are handed over
         self._done: set[int] = set() if before is None else set(before._done)
+        self._given_up: set[fx.Node] = set()  # what has been freed and not made again
         self._latest: fx.Node | None = None  # the op that has just run
         self._drawn: dict[fx.Node, fx.Node] = {}  # a dropout, and what it made beside the mask
         self._first: fx.Node | None = None  # the placeholder before which further ones are put
@@ -193,6 +194,7 @@ class _Half:
             case Free(value):
                 for node in self.part.members[value]:
                     self.env.pop(node, None)
+                    self._given_up.add(node)
             case _:
                 raise CannotApply(
                     f"the schedule has a step of kind '{step.kind}', which no code can be written for"
@@ -205,6 +207,7 @@ class _Half:
         for value in op.creates:
             for member in self.part.members.get(value, ()):
                 self.env.pop(member, None)
+                self._given_up.discard(member)
         drawing = None if op.id in self._done else is_drawn_with(node)
         if drawing is not None and drawing is self._latest and drawing in self._drawn:
             self.env[node] = self._drawn.pop(drawing)
@@ -237,6 +240,11 @@ class _Half:
         else:
             self.env[node] = self._call(node, node.args)
         return self.env[node]
+
+    def wanted(self, node: Any) -> Any:
+        """What stands for a gradient; none for one that was given up: in the planned step nobody gets it."""
+        unwanted = isinstance(node, fx.Node) and self.part.canonical(node) in self._given_up
+        return None if unwanted else self.get(node)
 
     def finish(self, results: Sequence[Any]) -> fx.GraphModule:
         """The graph as a module whose forward takes a list and empties it."""

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from lowtide.aot.halves import Halves
+from lowtide.errors import CannotApply
 
 
 class Unreached:
@@ -44,16 +45,23 @@ class Unreached:
             self._unreached.add(number)
 
     def without(self, halves: Halves, gradients: Sequence[Any]) -> Sequence[Any]:
-        """What the backward has made, with none in place of gradients that are made of zeros alone."""
+        """What the backward has made, with none in place of gradients that are made of zeros alone.
+
+        Raises:
+            CannotApply: a gradient is wanted that the planned step had no use for, and gave up.
+        """
         unreached, self._unreached = self._unreached, set()
         tangents = halves.tangents
-        if not unreached or len(tangents) != len(self._outputs):
-            return gradients
+        if len(tangents) != len(self._outputs):
+            unreached = set()
         reached = _depending_on([node for number, node in enumerate(tangents) if number not in unreached])
-        return [
-            gradient if node in reached else None
-            for node, gradient in zip(halves.gradients, gradients, strict=True)
-        ]
+        found = list(zip(halves.gradients, gradients, strict=True))
+        if any(gradient is None and node in reached for node, gradient in found):
+            raise CannotApply(
+                "the backward begins at an output that the loss did not use when the step was planned. "
+                "Plan it again with this loss."
+            )
+        return [gradient if node in reached or not unreached else None for node, gradient in found]
 
 
 def _depending_on(nodes: Collection[fx.Node]) -> set[fx.Node]:

@@ -8,6 +8,7 @@ the next, in either direction, is known by its storage, and what runs between gr
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -251,8 +252,9 @@ class _GraphRecorder(Recorder):
         self._eagerly = Eagerly(model, modules)
         self.guesses = Guesses(lambda: self.builder, self.shadows, self.sizes)
         self._leaves: list[Resident] = []  # what may get a gradient
-        self._model = model
-        self._buffers = dict(model.named_buffers())  # as they are before the step
+        # A recorder is in a circle with itself, and would keep the model until garbage is collected.
+        self._model = weakref.ref(model)
+        self._buffers = {name: weakref.ref(buffer) for name, buffer in model.named_buffers()}
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -381,8 +383,10 @@ class _GraphRecorder(Recorder):
 
     def _add_assigned_buffers(self) -> None:
         """What the step leaves in place of a buffer, where that is another tensor, is a result of it."""
-        for name, now in self._model.named_buffers():
-            before = self._buffers.get(name)
+        model = self._model()
+        assert model is not None, "it is captured"
+        for name, now in model.named_buffers():
+            before = self._buffers[name]() if name in self._buffers else None
             assigned = before is not None and now is not self.twins.known(before)
             if assigned and self.builder.value_of(now) is not None:
                 self.builder.add_result(assigned_name(name), now)

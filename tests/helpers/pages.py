@@ -30,7 +30,7 @@ _BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _WARNS = re.compile(r"<!-- warns: (.+) -->")
-_NUMBER = re.compile(r"\d[\d,.]*")
+_NUMBER = re.compile(r"\d[\d,.]*(?: (?:µs|ms|s)\b)?")  # a time in whatever unit it takes here
 _ELLIPSIS = "…"
 
 

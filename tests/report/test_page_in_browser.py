@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ FLAGS = (
     "--disable-component-update --disable-sync --window-size=1400,1000"
 )
 FIGURES = ("timeline", "strip", "frontier", "arena")
+REMINDED_SECONDS = 5
 PATIENCE = 600  # seconds; only a page that never gets there waits them out
 
 
@@ -60,11 +62,15 @@ class Shown:
     def id(self, name: str) -> Any:
         return self.driver.find_element(By.ID, name)
 
-    def wait(self, true: Callable[[], Any]) -> None:
-        begun = time.monotonic()
+    def wait(self, true: Callable[[], Any], again: Callable[[], None] | None = None) -> None:
+        """Until it is so. A browser that is busy may miss a pointer: it is moved, or pressed, `again`."""
+        begun = since = time.monotonic()
         while not true():
             assert time.monotonic() - begun < PATIENCE, "it does not happen"
             time.sleep(0.05)
+            if again is not None and time.monotonic() - since > REMINDED_SECONDS:
+                again()
+                since = time.monotonic()
 
     @property
     def chosen(self) -> tuple[int, int]:
@@ -84,7 +90,8 @@ class Shown:
         chain = ActionChains(self.driver, duration=20).move_to_element_with_offset(figure, left - 3, top)
         chain.move_by_offset(3, 0).perform()
         if click:
-            self.wait(lambda: self.js("return document.querySelectorAll('#timeline .hovertext').length"))
+            hovers = "return document.querySelectorAll('#timeline .hovertext').length"
+            self.wait(lambda: self.js(hovers), again=lambda: self.point_at(moment, axis))
             ActionChains(self.driver).click().perform()
 
 
@@ -163,7 +170,8 @@ def test_every_figure_is_drawn_and_the_curves_are_the_referees(shown: Shown) -> 
 
 def test_hovering_says_what_runs_and_what_is_held(shown: Shown) -> None:
     shown.point_at(30)
-    shown.wait(lambda: shown.js("return document.querySelectorAll('#timeline .hovertext').length"))
+    hovers = "return document.querySelectorAll('#timeline .hovertext').length"
+    shown.wait(lambda: shown.js(hovers), again=lambda: shown.point_at(30))
     text = shown.js("return document.querySelector('#timeline .hovertext').textContent")
     assert "held at op 30" in text
     assert shown.js("return lowtide.curves[1].label(30)") in text
@@ -173,8 +181,9 @@ def test_hovering_says_what_runs_and_what_is_held(shown: Shown) -> None:
 def test_a_click_lists_what_is_alive_there_by_module(
     shown: Shown, curve: int, axis: str, moment: int
 ) -> None:
-    shown.point_at(moment, axis, click=True)
-    shown.wait(lambda: shown.chosen == (curve, moment))
+    press = partial(shown.point_at, moment, axis, click=True)
+    press()
+    shown.wait(lambda: shown.chosen == (curve, moment), again=press)
     drawn = (shown.contents.plain, shown.contents.planned)[curve]
     found = listed(shown)
     assert found == by_module(drawn, moment)

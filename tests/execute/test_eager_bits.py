@@ -146,6 +146,20 @@ def test_gradients_are_taken_as_they_lie_and_not_copied(breaks: bool) -> None:
     assert not any("copy" in target for target in between)
 
 
+# Ops that Dynamo would take apart ---------------------------------------------------------------------------
+
+
+FUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "addcmul": lambda x: x.sin().addcmul_(x, x, value=0.1),
+    "addcdiv": lambda x: x.sin().addcdiv_(x, x.exp(), value=0.1),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_product_that_is_added_in_place_is_rounded_as_ever(name: str) -> None:
+    assert_trains_like_plain(Around(FUSED[name], 32, 16), torch.randn(32, 16))
+
+
 # Weights that autocast casts once -----------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ _SETTINGS: Mapping[str, Any] = {
     "capture_scalar_outputs": False,
     "capture_dynamic_output_shape_ops": False,
     "allow_rnn": True,
+    "enable_dynamo_decompositions": False,  # x.addcmul_(y, z, value=0.1) would round in another way
     "optimize_ddp": False,  # it would cut graphs where DDP's buckets end; a plan is for whole ones
 }
 

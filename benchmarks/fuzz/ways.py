@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 import lowtide
 from benchmarks.fuzz.subjects import Subject
 from lowtide.backend import plans_of as plans_of_backend
+from lowtide.compat.composites import as_they_run
 from lowtide.compat.dynamo import drawing_as_eager
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.ir.graph import Graph
@@ -130,13 +131,14 @@ def _compiled(subject: Subject, budget: str | int) -> Planned:
 def as_aot_eager(subject: Subject) -> Planned:
     """Compiled by PyTorch alone: the graphs of torch.compile, run by the kernels of eager PyTorch.
 
-    Its fakes do as kernels do, for stock torch.compile fails by those that do not. And it draws what eager
-    PyTorch draws, also what nobody looks at, or all that is drawn later would differ.
+    Its fakes do as kernels do, for stock torch.compile fails by those that do not. It draws what eager
+    PyTorch draws, also what nobody looks at, or all that is drawn later would differ. And it takes ops apart
+    as running them does: an upsampling in sums of products is rounded otherwise.
     """
     step = _step_of_whole(subject, "aot_eager")
 
     def corrected() -> tuple[Tensor, Any]:
-        with as_kernels_do(), drawing_as_eager():
+        with as_kernels_do(), drawing_as_eager(), as_they_run():
             return step()
 
     return Planned(corrected, lambda: None, lambda: "aot_eager", lambda: None)

@@ -16,7 +16,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import CannotApply
-from lowtide.ir.assumptions import Guess
+from lowtide.ir.assumptions import Guess, NodesBetween
 from lowtide.solvers.solution import GraphSolution
 
 INPUTS = torch.randn(256, 16, generator=torch.Generator().manual_seed(3))
@@ -91,6 +91,16 @@ class Branching(nn.Module):
         return x.square().mean()
 
 
+class BranchingEagerly(Branching):
+    """What it does for large inputs alone is hidden from Dynamo."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if x.mean() > 3:
+            x = torch.compiler.disable(self.other.forward)(x)
+        return x.square().mean()
+
+
 def stepping(model: nn.Module, inputs: torch.Tensor, seed: int) -> Callable[[], None]:
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -142,8 +152,10 @@ def test_every_path_that_leaves_layers_out_is_within_the_budget(drops: Drop, bud
 
 def test_the_step_that_is_planned_drops_no_layer_and_says_what_was_taken_to_be_so() -> None:
     solution = planned(made(lambda: Dropping(by_torch)), "min")
-    (guess,) = solution.graph.assumptions
+    guess, between = solution.graph.assumptions
     assert isinstance(guess, Guess)
+    assert isinstance(between, NodesBetween)
+    assert dict(between.counts)["AddmmBackward0"] == 1  # the first layer: Dynamo leaves the loop to Python
     assert guess.number == "False"
     assert "if self.drops():" in guess.line
     assert {op.module for op in solution.graph.ops} >= {f"layers.{n}.wide" for n in range(3)} | {"layers.2"}
@@ -161,6 +173,18 @@ def test_a_branch_that_was_not_planned_is_run_in_little_memory_and_told_once() -
         assert_same_step(model, plain, INPUTS, 2)
     usual = lowtide.measure(stepping(model, INPUTS, 0)).growth_bytes
     assert usual <= solution.timeline.growth_bytes + LOSS_BYTES
+
+
+def test_a_branch_of_which_nothing_is_captured_is_told_as_well() -> None:
+    model, plain = made(BranchingEagerly), made(BranchingEagerly)
+    planned(model, "min")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_step(model, plain, INPUTS, 0)
+    with pytest.warns(
+        UserWarning, match=r"took another path .* nor in any captured graph \(AddmmBackward0\)"
+    ):
+        assert_same_step(model, plain, INPUTS + 10, 0)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it

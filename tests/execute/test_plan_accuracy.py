@@ -54,3 +54,21 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", long_but(LOSSES, "square", "logsumexp", "L1"))
 def test_what_the_formulas_of_a_loss_outside_of_the_model_hold_is_counted(name: str) -> None:
     assert_peak_is_predicted(nn.Linear(16, 64), torch.randn(256, 16), LOSSES[name])
+
+
+class Clamped(nn.Module):
+    """A layer whose backward has done with the gradient that it is given long before it is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.lin(x)
+        return y.clamp(-0.5, 0.5).maximum(x.amin(1, keepdim=True))
+
+
+def test_a_gradient_that_a_backward_hook_holds_while_its_module_goes_backward_is_counted() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), Clamped())
+    model[1].register_full_backward_hook(lambda module, incoming, outgoing: None)
+    assert_peak_is_predicted(model, torch.randn(256, 16), lambda output: output.square().mean())

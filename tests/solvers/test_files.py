@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import BadFile, MalformedGraph
-from lowtide.ir.assumptions import Finding, GradientLayouts, NoGradient, UseByUse
+from lowtide.ir.assumptions import Finding, GradientLayouts, NodesBetween, NoGradient, UseByUse
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Signs, Symbol
 from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step, straight
 from lowtide.ir.validate import validate
@@ -122,6 +122,7 @@ def oddities() -> Graph:
                 Finding.UNPACKED,
                 NoGradient(graph=0, output=13),
                 GradientLayouts(3, (((2, 3), (1, 2)), None, ((), ()))),
+                NodesBetween((("AddmmBackward0", 2), ("TBackward0", 1))),
                 UseByUse(graph=2, input=5),
             ),
         )
@@ -160,6 +161,7 @@ def test_what_is_written_is_pure_json_and_says_what_it_is(tmp_path: Path) -> Non
         "transformers: sequences are not packed, and that does not depend on the batch",
         "no gradient enters output 13 of graph 0",
         "gradients enter graph 3 with shapes and strides [[[2, 3], [1, 2]], null, [[], []]]",
+        'nodes of autograd between graphs: {"AddmmBackward0": 2, "TBackward0": 1}',
         "input 5 of graph 2 enters once for each use",
     ]
     assert document["graph"]["ops"][0]["args"][6:9] == [{"float": "inf"}, {"float": "-inf"}, {"float": "nan"}]
@@ -432,6 +434,14 @@ def test_every_missing_field_is_refused(document: Any, tmp_path: Path) -> None:
                 "graph.assumptions[2] should have pairs of shapes and strides, found ",
             )
             for layouts in ("[[[2]]]", "[[2, 3]]", "[[[2], [1.0]]]", "[[[2], [1]]")
+        ),
+        *(
+            (
+                ("graph", "assumptions", 3),
+                f"nodes of autograd between graphs: {counts}",
+                "graph.assumptions[3] should say how many nodes there are of each name, found ",
+            )
+            for counts in ('{"a": 1.0}', '{"a" 1}', '{"a": null}')
         ),
         (("graph", "values"), {}, "graph.values should be list, found {}"),
         (("graph", "values", 0, "bytes"), -1, "value 0 ('données ☃') has -1 bytes"),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.aot.between import nodes_between
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.held import HeldAround
 from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections
@@ -27,7 +28,7 @@ from lowtide.compat.patches import patched
 from lowtide.compat.tensors import tensors_in
 from lowtide.cost.cuda_rules import cuda_rules
 from lowtide.errors import BadRequest, CannotApply, CannotCapture, LowtideError
-from lowtide.ir.assumptions import Assumption, GradientLayouts, Guess, NoGradient, UseByUse
+from lowtide.ir.assumptions import Assumption, GradientLayouts, Guess, NodesBetween, OfOneGraph
 from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, StepName, assigned_name, gradient_name
 from lowtide.trace.fakes import Resident, Twins, faked, stage
 from lowtide.trace.graph_builder import GraphBuilder
@@ -40,7 +41,6 @@ from lowtide.trace.step import NOTHING_TO_TRAIN, Example, Loss, carried_loss, de
 from lowtide.trace.user_lines import current_line, line_read
 
 aten = torch.ops.aten
-_OF_GRAPHS = (NoGradient, UseByUse, GradientLayouts)  # what is found out by a capture, for the next one
 _WRITES = (aten.copy_.default, aten.add_.Tensor)  # how captured graphs update buffers
 _MOST_FINDINGS = 3  # captures after the first: how one graph's gradients lie depends on the graphs after it
 DECIDED = "decided by the numbers in the example"  # a note on a graph of which that is true
@@ -129,7 +129,7 @@ def capture_forward(
     graphs use, is found out by capturing the step, which is then captured anew. What was found for other
     inputs is `expected`: that saves the first time, where it is so.
     """
-    taken = tuple(dict.fromkeys((*assumptions, *(each for each in expected if isinstance(each, _OF_GRAPHS)))))
+    taken = tuple(dict.fromkeys((*assumptions, *(each for each in expected if isinstance(each, OfOneGraph)))))
     captured = partial(
         _capture, model, example, loss, device, name, _step_around_forward, constants=constants
     )
@@ -141,12 +141,13 @@ def capture_forward(
         taken = tuple(assumptions)
         graph = captured(taken, spares)
     for _ in range(_MOST_FINDINGS):
-        found = [each for each in graph.assumptions if isinstance(each, _OF_GRAPHS) and each not in taken]
+        found = [each for each in graph.assumptions if isinstance(each, OfOneGraph) and each not in taken]
         if not found:
             break
-        taken = tuple(dict.fromkeys((*_without_other_layouts(taken, found), *graph.assumptions)))
+        beside = (each for each in graph.assumptions if not isinstance(each, NodesBetween))
+        taken = tuple(dict.fromkeys((*_without_other_layouts(taken, found), *beside)))
         graph = captured(taken, spares)
-    others = (found for found in graph.assumptions if not isinstance(found, _OF_GRAPHS))
+    others = (found for found in graph.assumptions if not isinstance(found, OfOneGraph))
     return replace(graph, assumptions=tuple(dict.fromkeys((*taken, *others))))
 
 
@@ -201,13 +202,16 @@ def _recorded(
     with _explained():
         output, kept = run(model, loss, args, kwargs)
     recorder.sections.entries.used_outside(tensors_of(kept))
+    between = nodes_between(output if kept is None else kept)
     roots = _roots(output, loss)
     tangents = recorder.tangents(roots)
     with _explained():
         torch.autograd.backward(roots, tangents)
     graph = recorder.finish(roots)
     del kept
-    return graph
+    if not recorder.guesses.made:
+        return graph
+    return replace(graph, assumptions=(*graph.assumptions, between))
 
 
 def _step_in_one(

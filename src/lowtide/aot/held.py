@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowtide.ir.graph import Graph, Op
+from lowtide.ir.graph import Graph, Op, Phase
 from lowtide.ir.recomputable import BETWEEN_GRAPHS, HANDED_ON, between_graphs
 from lowtide.trace.graph_builder import GraphBuilder
 
@@ -65,6 +65,9 @@ class HeldAround:
                 held.setdefault((made.let_go, section), set()).add(made.value)
             elif made.let_go is not None and _is_kept_by_caller(made.value, made.let_go, last, graph):
                 held.setdefault((made.let_go, BETWEEN_GRAPHS), set()).add(made.value)
+        for value, died in self._deaths.items():
+            if _is_of_another(value, last, graph) and _is_kept_by_caller(value, died, last, graph):
+                held.setdefault((died, BETWEEN_GRAPHS), set()).add(value)
         for value, touched in _touched_last_outside(graph).items():
             place = _outside_of_sections(graph, self._deaths.get(value, 0))
             if place > touched + 1:
@@ -79,6 +82,15 @@ def _is_kept_by_caller(value: int, let_go: int, last: Mapping[int, int], graph: 
         return False
     in_a_section = graph.ops[touched].section != BETWEEN_GRAPHS
     return in_a_section and touched + 1 < let_go == _outside_of_sections(graph, let_go)
+
+
+def _is_of_another(value: int, last: Mapping[int, int], graph: Graph) -> bool:
+    """Whether a gradient is touched last by another part of the step than the one that made it."""
+    maker = graph.creator.get(value)
+    if maker is None or value not in last:
+        return False
+    made, touched = graph.ops[maker], graph.ops[last[value]]
+    return made.phase is Phase.BACKWARD and made.section != touched.section
 
 
 def _is_dropped(made: _Return, graph: Graph) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lowtide.ir.assumptions import Assumption, Finding, GradientLayouts, Guess, Layout, NoGradient, UseByUse
+from lowtide.ir.assumptions import Assumption, GradientLayouts, Layout, NoGradient, OfOneGraph, UseByUse
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ NOTHING = Known()
 
 def known_of(graph: int, assumptions: Collection[Assumption]) -> Known:
     """What was found out about a graph, by its number."""
-    found = [each for each in assumptions if not isinstance(each, Finding | Guess) and each.graph == graph]
+    found = [each for each in assumptions if isinstance(each, OfOneGraph) and each.graph == graph]
     return Known(
         tuple(each.output for each in found if isinstance(each, NoGradient)),
         next((each.layouts for each in found if isinstance(each, GradientLayouts)), ()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,18 @@ def number_of(node: Any) -> int:
 def next_number() -> int:
     """The number that the next node of this thread will get."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def nodes_behind(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Every node that the roots keep alive, once."""
+    waiting: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(next_node for next_node, _ in node.next_functions)
 
 
 def saved_by(node: Any) -> Iterator[tuple[str, object]]:

@@ -46,7 +46,11 @@ class OpsCourse:
             self._begin_anew()
         self.execution.begin()
         with compiling(self.execution.graph.assumptions):
-            return self.compiled(model, *args, **kwargs) if self.is_method else self.compiled(*args, **kwargs)
+            output = (
+                self.compiled(model, *args, **kwargs) if self.is_method else self.compiled(*args, **kwargs)
+            )
+        self.execution.end(output)
+        return output
 
     def _begin_anew(self) -> None:
         """Let go of what was compiled: most of it is for what has changed since."""

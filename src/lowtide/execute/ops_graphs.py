@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.aot.between import beyond, nodes_between
 from lowtide.aot.codegen import SectionCode, emit, kind_of, kind_of_section
 from lowtide.aot.draw import drawn
 from lowtide.aot.graph_backend import Spares
@@ -28,6 +29,7 @@ from lowtide.aot.known import known_of
 from lowtide.aot.mark import Mark
 from lowtide.aot.planned_graph import PlannedGraph
 from lowtide.compat.dynamo import take_a_list
+from lowtide.ir.assumptions import NodesBetween
 from lowtide.ir.graph import Graph
 from lowtide.ir.keep import keep_only
 from lowtide.ir.schedule import Schedule
@@ -42,7 +44,7 @@ class Execution:
     """A Dynamo backend for one planned step.
 
     `begin` says that a forward begins: the graphs that run from then on are sections of the plan, in their
-    order. `astray` is told of what is not.
+    order. `end` says that it is over. `astray` is told of what is not in the plan.
     """
 
     def __init__(
@@ -90,6 +92,12 @@ class Execution:
         if self._has_begun:
             self._spares.hold(())  # whatever is compiled later is compiled because something has changed
         self._has_begun = True
+
+    def end(self, output: Any) -> None:
+        """The forward is over, with this output. Where numbers decide its path, look at which one it took."""
+        found = next((each for each in self.graph.assumptions if isinstance(each, NodesBetween)), None)
+        if found is not None and (more := beyond(nodes_between(output), found)):
+            self.astray(f"a part of it runs that is not in the plan, nor in any captured graph ({more[0]})")
 
     @property
     def backend(self) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:

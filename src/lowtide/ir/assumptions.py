@@ -63,4 +63,18 @@ class Guess:
         return f"taken to be {self.number}: {self.line}"
 
 
-Assumption: TypeAlias = Finding | NoGradient | UseByUse | GradientLayouts | Guess
+@dataclass(frozen=True, slots=True)
+class NodesBetween:
+    """The nodes that autograd has between the captured graphs when the forward is over, by their names.
+
+    A step that has more of them is on another path than the one that guesses have led to.
+    """
+
+    counts: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return f"nodes of autograd between graphs: {json.dumps(dict(self.counts))}"
+
+
+OfOneGraph: TypeAlias = NoGradient | UseByUse | GradientLayouts  # of those that Dynamo captures
+Assumption: TypeAlias = Finding | OfOneGraph | Guess | NodesBetween

@@ -9,7 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import TypeVar
 
-from lowtide.ir.assumptions import Assumption, Finding, GradientLayouts, Guess, Layout, NoGradient, UseByUse
+from lowtide.ir.assumptions import (
+    Assumption,
+    Finding,
+    GradientLayouts,
+    Guess,
+    Layout,
+    NodesBetween,
+    NoGradient,
+    UseByUse,
+)
 from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Signs, Symbol, Tensor, Value
 from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step
 from lowtide.text.documents import SCHEMA, Json, Reader, Unexpected
@@ -21,6 +30,7 @@ _NO_GRADIENT = re.compile(
 _USE_BY_USE = re.compile(
     r"input (?P<input>\d{1,9}) of graph (?P<graph>\d{1,9}) enters once for each use", re.ASCII
 )
+_NODES_BETWEEN = re.compile(r"nodes of autograd between graphs: (?P<counts>\{.*\})")
 _GUESS = re.compile(r"taken to be (?P<number>[^:]+): (?P<line>.+)", re.DOTALL)
 _LAYOUTS = re.compile(
     r"gradients enter graph (?P<graph>\d{1,9}) with shapes and strides (?P<layouts>\[.*\])", re.ASCII
@@ -186,7 +196,19 @@ def _assumption_from_json(entry: Reader) -> Assumption:
         return GradientLayouts(int(found["graph"]), tuple(_layouts(found["layouts"], entry.where)))
     if found := _GUESS.fullmatch(text):
         return Guess(found["number"], found["line"])
+    if found := _NODES_BETWEEN.fullmatch(text):
+        return NodesBetween(tuple(_counts(found["counts"], entry.where)))
     return entry.choice(Finding)
+
+
+def _counts(text: str, where: str) -> Iterator[tuple[str, int]]:
+    try:
+        for name, count in json.loads(text).items():
+            if type(count) is not int:
+                raise ValueError
+            yield name, count
+    except (AttributeError, ValueError):
+        raise Unexpected(f"{where} should say how many nodes there are of each name, found {text}") from None
 
 
 def _layouts(text: str, where: str) -> Iterator[Layout | None]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lowtide.compat.autograd import saved_by
+from lowtide.compat.autograd import nodes_behind, saved_by
 from lowtide.compat.tensors import tensors_in
 from lowtide.ir.graph import Graph, Op, Phase, Role, Tensor
 from lowtide.ir.simulate import allocator_of
@@ -112,7 +112,7 @@ class _Witness(StepRecorder):
         for tensor, held in [*((output, Held.OUTPUT) for output in outputs), (loss, Held.LOSS)]:
             if (value := self.builder.value_of(tensor)) is not None:
                 self.held[value] = held
-        for node in _nodes([loss, *outputs]):
+        for node in nodes_behind([loss, *outputs]):
             for attribute, tensor in _saved_by(node):
                 if (value := self._value_of(tensor)) is not None:
                     saving = _Saving(
@@ -128,18 +128,6 @@ class _Witness(StepRecorder):
     def _value_of(self, tensor: torch.Tensor) -> int | None:
         twin = self.twins.known(tensor)  # of the batch, autograd knows the real tensor
         return self.builder.value_of(tensor if twin is None else twin)
-
-
-def _nodes(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Every autograd node that the roots keep alive, once."""
-    waiting: list[Any] = [root.grad_fn for root in roots]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting.extend(next_node for next_node, _ in node.next_functions)
 
 
 def _saved_by(node: Any) -> Iterator[tuple[str, torch.Tensor]]:

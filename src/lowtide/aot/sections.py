@@ -248,11 +248,10 @@ class Sections:
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture one of Dynamo's graphs."""
-        graph = _WalkedGraph(self, differentiable_outputs(module))
+        graph = _WalkedGraph(self, self.count, differentiable_outputs(module))
         self.graphs.append(graph)
-        number = len(self.graphs) - 1
-        watched = self.entries.watch(number, module)
-        return watched(graph.compile(module, inputs, known_of(number, self.assumptions)))
+        watched = self.entries.watch(graph.number, module)
+        return watched(graph.compile(module, inputs, known_of(graph.number, self.assumptions)))
 
     def taken_apart(self) -> list[TakenApart]:
         """The graphs, for a backend that is to run them now. This one is done with them."""
@@ -261,18 +260,14 @@ class Sections:
     def found_gradientless(self) -> list[NoGradient]:
         """Assumptions for another capture: the outputs that got zeros for gradients in this one."""
         return [
-            NoGradient(number, graph.outputs[position])
-            for number, graph in enumerate(self.graphs)
+            NoGradient(graph.number, graph.outputs[position])
+            for graph in self.graphs
             for position in sorted(graph.zeros or ())
         ]
 
     def found_layouts(self) -> list[GradientLayouts]:
         """Assumptions for another capture: how gradients lie that this one took to lie otherwise."""
-        return [
-            GradientLayouts(number, graph.layouts)
-            for number, graph in enumerate(self.graphs)
-            if graph.layouts
-        ]
+        return [GradientLayouts(graph.number, graph.layouts) for graph in self.graphs if graph.layouts]
 
     def _arrive(self, gradient: torch.Tensor, taken: Ints | None) -> None:
         """A gradient is about to enter a backward. One that repeats itself is copied as ever."""
@@ -310,8 +305,9 @@ class Sections:
 class _WalkedGraph(CapturedGraph):
     """One captured graph: makes a section of each of its runs."""
 
-    def __init__(self, sections: Sections, outputs: Sequence[int]) -> None:
+    def __init__(self, sections: Sections, number: int, outputs: Sequence[int]) -> None:
         super().__init__()
+        self.number = number  # the section that comes next: Dynamo may compile several, and run the last
         self.outputs = outputs  # those that autograd may hand a gradient to
         self.zeros: set[int] | None = None  # which of these got zeros, whenever a backward ran
         self.layouts: tuple[Layout | None, ...] | None = None  # of gradients, if other than they were taken

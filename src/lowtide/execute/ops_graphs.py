@@ -64,7 +64,6 @@ class Execution:
         self._has_begun = False
         self.compiled = 0  # graphs
         self._spares = spares or Spares()
-        self._numbers: dict[int, int] = {}  # of Dynamo's graphs, by the section that each was compiled for
 
     @cached_property
     def growth_bytes(self) -> int:
@@ -114,9 +113,7 @@ class Execution:
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs."""
         self.compiled += 1
-        # What is compiled again, because something that it was compiled for has changed, keeps its number.
-        number = self._numbers.setdefault(1 + self._latest, len(self._numbers))
-        known = known_of(number, self.graph.assumptions)
+        known = known_of(1 + self._latest, self.graph.assumptions)
         graph, spare = _ScheduledGraph(self), self._spares.take(identity(module, known))
         return graph.compile(module, inputs, known) if spare is None else graph.compile_as(spare)
 

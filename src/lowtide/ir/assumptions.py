@@ -18,7 +18,10 @@ class Finding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NoGradient:
-    """No gradient enters an output of one of the graphs that Dynamo captures; both are counted from 0."""
+    """No gradient enters an output of one of the graphs that Dynamo captures; both are counted from 0.
+
+    A graph has the number of the first section that it runs as.
+    """
 
     graph: int
     output: int

@@ -68,7 +68,7 @@ class Masking(Decoding):
     """Dynamo has graphs compiled that it then gives up: how many numbers a mask chooses is known to none."""
 
     def encoded(self, x: torch.Tensor) -> torch.Tensor:
-        memory = self.encoder(x)
+        memory: torch.Tensor = self.encoder(x)
         memory[:, torch.arange(32) % 3 == 0] = self.last.bias
         return memory
 

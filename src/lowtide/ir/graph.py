@@ -177,6 +177,42 @@ class Call:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The ops from `first` up to, not including, `stop`: they do in `count` slices what `ops` of the plain graph
+    did at once.
+
+    `where` names the region in the model and `extent` is how long the dimension is that is sliced.
+    `spared_bytes` are those of the largest tensor that is never there as a whole.
+    """
+
+    first: int
+    stop: int
+    ops: tuple[int, ...]
+    count: int
+    extent: int
+    where: str
+    spared_bytes: int
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """What a graph was before some of its ops were cut into slices.
+
+    `origin` has for each op of the graph its number in `plain`; -1 for those in `blocks`. Values that are in
+    both have equal ids.
+    """
+
+    plain: Graph
+    origin: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def ops(self) -> frozenset[int]:
+        """The ops that are in blocks."""
+        return frozenset(op for block in self.blocks for op in range(block.first, block.stop))
+
+
 @dataclass(frozen=True)
 class Graph:
     """A training step on one device: ops in the order in which they first ran.
@@ -187,6 +223,7 @@ class Graph:
     `notes` say in words what the graph does not know, such as a tensor's value that had to be guessed.
     `assumptions` are what was found to be so whatever the batch, and was taken for granted in capturing:
     running the graph has to do the same.
+    `tiled` is there if some ops run slice by slice: what the graph was before.
     """
 
     name: str
@@ -200,6 +237,7 @@ class Graph:
     profiled_on: str | None = None
     notes: tuple[str, ...] = field(default=())
     assumptions: tuple[Assumption, ...] = field(default=())
+    tiled: Tiled | None = field(default=None, repr=False)
 
     @cached_property
     def creator(self) -> Mapping[int, int]:

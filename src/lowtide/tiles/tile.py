@@ -1,0 +1,659 @@
+"""The pass: a region of a graph, run slice by slice.
+
+    stage    ops of a region that can run in one go over the slices: what a later op needs whole, a sum over
+             all slices say, has to be complete before
+    block    the code of one stage: buffers for what leaves it, then the slices, one after the other
+    repeat   an op of an earlier stage that a block runs again, slice by slice, for what it makes is never there
+             as a whole
+
+    plain      x ─ A ─ large ─ B ─ y          tiled      x[i] ─ A ─ part ─ B ─ y[i]      for each i
+
+What is indexed by the dimension and leaves a block is written into its place in a buffer; what is summed over
+it is accumulated, in float32 where it is of half precision. All that comes out are ordinary ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from lowtide.errors import BadRequest
+from lowtide.ir.graph import (
+    Arg,
+    Block,
+    Graph,
+    Op,
+    Phase,
+    Ref,
+    Role,
+    Symbol,
+    Tensor,
+    Tiled,
+    Value,
+    argument_tensors,
+    short_name,
+)
+from lowtide.ir.strides import contiguous, same
+from lowtide.ir.validate import extent_bytes, item_bytes, validate
+from lowtide.tiles.axis import Compact, Place, Range, axis_of, extent, narrowed, place_in, ranges
+from lowtide.tiles.region import Passage, Region, described
+from lowtide.tiles.rules import Slot, slots
+
+_HALF = ("float16", "bfloat16")
+_INTO = {"mm": "aten.addmm_.default", "bmm": "aten.baddbmm_.default"}  # kernels that add to what is there
+
+
+def tile(graph: Graph, region: Region, count: int) -> Graph:
+    """`graph` with the ops of `region` run in `count` slices, or a few more where shapes ask for it.
+
+    Everything that the graph leaves behind is the same but for the order of sums. Costs of slices are
+    parts of the costs of the whole op, until the graph is profiled.
+
+    Raises:
+        BadRequest: the region cannot be cut so often, or not without changing the order of what is changed
+            in place; the message says what is in the way.
+    """
+    return _Tiling(graph, region, count).graph()
+
+
+class _Tiling:
+    """One region on its way into blocks."""
+
+    def __init__(self, graph: Graph, region: Region, count: int) -> None:
+        self.old = graph
+        self.region = region
+        self.slices = ranges(region.parts, count)
+        if count < 2 or len(self.slices) < 2:
+            raise BadRequest(
+                f"{described(graph, region)} cannot be cut into {count} slices: what is sliced has "
+                f"{extent(enumerate(region.parts))} elements. Ask for 2 or more, and for no more than that."
+            )
+        self.stages, self._complete = _stages(graph, region)
+        self.whole = frozenset(self._made_whole())
+        self.tensors: list[Tensor] = []
+        self._tensor_ids: dict[tuple[object, ...], int] = {}
+        self.values = list(graph.values)
+        gone = (
+            value
+            for number in region.ops
+            for value in graph.ops[number].creates
+            if value not in self.whole and not self._is_summed(value)
+        )
+        self._free_ids = sorted(gone, reverse=True)
+        self.ops: list[Op] = []
+        self.origin: list[int] = []
+        self.blocks: list[Block] = []
+
+    # What leaves a block ------------------------------------------------------------------------------
+
+    def _is_summed(self, value: int) -> bool:
+        op = self.old.ops[self.old.creator[value]]
+        found = self.region.ops[op.id]
+        return any(
+            output is not None and self.old.tensors[output].value == value and number in found.summed
+            for number, output in enumerate(op.outputs)
+        )
+
+    def _made_whole(self) -> Iterator[int]:
+        """What the region makes slice by slice and somebody needs as a whole."""
+        for number in self.region.ops:
+            for value in self.old.ops[number].creates:
+                if value in self.region.axes and self._is_needed_whole(value, number):
+                    yield value
+
+    def _is_needed_whole(self, value: int, maker: int) -> bool:
+        if value in self.old.outputs:
+            return True
+        for reader in self.old.readers.get(value, ()):
+            found = self.region.ops.get(reader)
+            if found is None:
+                return True
+            op = self.old.ops[reader]
+            looks = [slot for slot, tensor in slots(op) if self.old.tensors[tensor].value == value]
+            if any(found.takes.get(slot) is None for slot in looks):
+                return True
+            elsewhere = self.stages[reader] != self.stages[maker]
+            if elsewhere and self._is_small(value):
+                return True
+        return False
+
+    def _is_small(self, value: int) -> bool:
+        """Not worth being made again in each stage that needs it."""
+        largest = max(self.old.values[each].bytes for each in self.region.axes)
+        return self.old.values[value].bytes <= largest / 16
+
+    # The order of everything --------------------------------------------------------------------------
+
+    def graph(self) -> Graph:
+        """The tiled graph."""
+        for unit in self._units():
+            if isinstance(unit, range):
+                first = len(self.ops)
+                for number in unit:
+                    self._carry_over(self.old.ops[number])
+                self._move_blocks(unit, first)
+            else:
+                self._block(unit)
+        results = tuple((name, self._again(self.old.tensors[tensor])) for name, tensor in self.old.results)
+        plain, origin, _ = _before(self.old)
+        return validate(
+            replace(
+                self.old,
+                ops=tuple(self.ops),
+                values=tuple(self.values),
+                tensors=tuple(self.tensors),
+                results=results,
+                tiled=Tiled(
+                    plain,
+                    tuple(-1 if number < 0 else origin[number] for number in self.origin),
+                    tuple(sorted(self.blocks, key=lambda block: block.first)),
+                ),
+            )
+        )
+
+    def _units(self) -> list[range | int]:
+        """Ranges of ops that stay as they are, and stages, in the order in which they run.
+
+        A stage runs where its last op did. What needs its results before that waits until it is over.
+        """
+        last = {stage: max(op for op, at in self.stages.items() if at == stage) for stage in set(self.stages.values())}
+        found: list[range | int] = []
+        waiting: dict[int, list[range]] = {}
+        unfinished: dict[int, int] = {}  # value -> the stage that it has to wait for
+        for unit in _atoms(self.old):
+            number = unit.start
+            if number in self.stages:
+                stage = self.stages[number]
+                unfinished |= dict.fromkeys(self.old.ops[number].creates, stage)
+                if number == last[stage]:
+                    found.append(stage)
+                    late = waiting.pop(stage, [])
+                    for each in late:
+                        found.append(each)
+                    done = {value for value, at in unfinished.items() if at == stage}
+                    unfinished = {value: at for value, at in unfinished.items() if value not in done}
+                continue
+            touched = [value for op in unit for value in (*self.old.ops[op].reads, *self.old.ops[op].mutates)]
+            held_up = {unfinished[value] for value in touched if value in unfinished}
+            if not held_up:
+                found.append(unit)
+                continue
+            stage = max(held_up, key=lambda at: last[at])
+            self._check_may_wait(unit, last[stage])
+            unfinished |= {value: stage for op in unit for value in self.old.ops[op].creates}
+            waiting.setdefault(stage, []).append(unit)
+        return found
+
+    def _check_may_wait(self, unit: range, until: int) -> None:
+        ops = [self.old.ops[number] for number in unit]
+        touched = {value for op in ops for value in (*op.reads, *op.mutates, *op.updates)}
+        between = self.old.ops[unit.stop : until + 1]
+        changing = {value for op in (*ops, *between) for value in (*op.mutates, *op.updates)}
+        made = {value for op in ops for value in op.creates}
+        if any(op.random for op in ops) or (touched & changing) - made or ops[0].section < 0:
+            raise BadRequest(
+                f"{described(self.old, self.region)} is not cut into slices: {ops[0].label} would have to "
+                "wait for it, and draws random numbers or looks at what is changed in place."
+            )
+
+    def _carry_over(self, op: Op) -> None:
+        self._add(
+            replace(
+                op,
+                args=tuple(self._same(arg) for arg in op.args),
+                kwargs=tuple((name, self._same(arg)) for name, arg in op.kwargs),
+                outputs=tuple(
+                    None if output is None else self._again(self.old.tensors[output]) for output in op.outputs
+                ),
+            ),
+            op.id,
+        )
+
+    def _move_blocks(self, unit: range, first: int) -> None:
+        """Blocks of earlier tilings are where their ops are now."""
+        for block in () if self.old.tiled is None else self.old.tiled.blocks:
+            if block.first in unit:
+                moved = first + block.first - unit.start
+                self.blocks.append(replace(block, first=moved, stop=moved + block.stop - block.first))
+
+    # One block ----------------------------------------------------------------------------------------
+
+    def _block(self, stage: int) -> None:
+        own = sorted(op for op, at in self.stages.items() if at == stage)
+        ops = [self.old.ops[number] for number in self._with_repeats(own)]
+        first = len(self.ops)
+        phase = self.old.ops[own[0]].phase
+        leaving = {value for number in own for value in self.old.ops[number].creates if value in self.whole}
+        for number in own:
+            self._make_room(self.old.ops[number], leaving)
+        sums = _Sums(self)
+        for number, part in enumerate(self.slices):
+            parts = _Slice(self, part, phase, frozenset(op.id for op in ops), leaving, sums, number)
+            for op in ops:
+                parts.run(op, is_own=op.id in set(own))
+        sums.finish(phase)
+        _, origin, _ = _before(self.old)
+        inner = [value for op in ops for value in op.creates if value not in self.whole]
+        self.blocks.append(
+            Block(
+                first,
+                len(self.ops),
+                tuple(origin[number] for number in own),
+                len(self.slices),
+                self.slices[-1][1],
+                described(self.old, self.region),
+                max((self.old.values[value].bytes for value in inner), default=0),
+            )
+        )
+
+    def _with_repeats(self, own: Sequence[int]) -> list[int]:
+        """The ops of a stage, and those of earlier ones that make what it needs and is not there."""
+        wanted = set(own)
+        waiting = list(own)
+        while waiting:
+            op = self.old.ops[waiting.pop()]
+            for value in op.reads:
+                maker = self.old.creator.get(value)
+                if maker is None or maker in wanted or maker not in self.stages:
+                    continue
+                if value in self.whole or self._is_summed(value):
+                    continue
+                wanted.add(maker)
+                waiting.append(maker)
+        return sorted(wanted)
+
+    def _make_room(self, op: Op, leaving: Collection[int]) -> None:
+        """Buffers for what leaves the block, under the names and ids that the values had."""
+        for output in op.outputs:
+            if output is None or self.old.tensors[output].value not in leaving:
+                continue
+            tensor = self.old.tensors[output]
+            made = self._again(tensor)
+            self._add(
+                self.op(
+                    op,
+                    "aten.empty_strided.default",
+                    (tensor.shape, tensor.stride),
+                    options=_options(tensor.dtype, self.old),
+                    outputs=(made,),
+                    creates=(tensor.value,),
+                )
+            )
+
+    # Building -----------------------------------------------------------------------------------------
+
+    def op(
+        self,
+        like: Op,
+        target: str,
+        args: tuple[Arg, ...],
+        *,
+        options: tuple[tuple[str, Arg], ...] = (),
+        outputs: tuple[int | None, ...] = (),
+        creates: tuple[int, ...] = (),
+        mutates: tuple[int, ...] = (),
+        part: float = 0.0,
+        phase: Phase | None = None,
+    ) -> Op:
+        """A new op where `like` was. It reads every value that it is handed."""
+        handed = [*argument_tensors(replace(like, args=args, kwargs=options))]
+        reads = tuple(dict.fromkeys(self.tensors[tensor].value for tensor in handed))
+        return replace(
+            like,
+            target=target,
+            args=args,
+            kwargs=options,
+            outputs=outputs,
+            reads=reads,
+            creates=creates,
+            mutates=mutates,
+            phase=like.phase if phase is None else phase,
+            seconds=like.seconds * part,
+            workspace_bytes=int(like.workspace_bytes * part),
+            extrapolated=True,
+        )
+
+    def _add(self, op: Op, origin: int = -1) -> None:
+        self.ops.append(replace(op, id=len(self.ops)))
+        self.origin.append(origin)
+
+    def add(self, op: Op) -> None:
+        """Append an op of a block."""
+        self._add(op)
+
+    def value(self, size: int, like: int) -> int:
+        """A new value, named like an old one."""
+        old = self.values[like]
+        role = Role.INTERMEDIATE
+        if self._free_ids:
+            number = self._free_ids.pop()
+            self.values[number] = replace(old, id=number, bytes=size, role=role)
+            return number
+        self.values.append(replace(old, id=len(self.values), bytes=size, role=role))
+        return len(self.values) - 1
+
+    def look(self, tensor: Tensor) -> int:
+        """The id of a tensor; equal looks are one tensor."""
+        key = (tensor.value, tensor.shape, tensor.stride, tensor.offset, tensor.dtype, tensor.signs)
+        found = self._tensor_ids.setdefault(key, len(self.tensors))
+        if found == len(self.tensors):
+            self.tensors.append(replace(tensor, id=found))
+        return found
+
+    def _again(self, tensor: Tensor) -> int:
+        return self.look(tensor)
+
+    def _same(self, arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(self._again(self.old.tensors[arg.tensor]))
+        return tuple(self._same(item) for item in arg) if isinstance(arg, tuple) else arg
+
+
+class _Slice:
+    """One slice of a block."""
+
+    def __init__(
+        self,
+        tiling: _Tiling,
+        part: Range,
+        phase: Phase,
+        ops: frozenset[int],
+        leaving: Collection[int],
+        sums: _Sums,
+        number: int,
+    ) -> None:
+        self.tiling = tiling
+        self.part = part
+        self.phase = phase
+        self.sums = sums
+        self.number = number
+        self._ops = ops
+        self._leaving = leaving
+        self._made: dict[int, tuple[int, Compact]] = {}  # a value, and the slice of it
+
+    def run(self, op: Op, is_own: bool) -> None:
+        """Append the op for this slice."""
+        tiling, found = self.tiling, self.tiling.region.ops[op.id]
+        args = tuple(self._arg(op, found, position, arg) for position, arg in enumerate(op.args))
+        options = tuple((name, self._arg(op, found, name, arg)) for name, arg in op.kwargs)
+        if found.averaged is not None:
+            averaged = found.averaged
+            args = (*args[: averaged.position], averaged.number, *args[averaged.position + 1 :])
+        if found.summed and not is_own:
+            raise BadRequest(
+                f"{op.label} makes both slices and sums over them, and the slices are needed again later."
+            )
+        whole = extent(enumerate(tiling.region.parts))
+        share = (self.part[1] - self.part[0]) / whole
+        outputs: list[int | None] = []
+        creates: list[int] = []
+        copies: list[tuple[int, int]] = []
+        added: list[tuple[int, int]] = []
+        for number, output in enumerate(op.outputs):
+            if output is None:
+                outputs.append(None)
+                continue
+            tensor = tiling.old.tensors[output]
+            place = found.makes[number]
+            if number in found.summed:
+                made = self.sums.part(op, number, tensor)
+                added.append((number, made))
+            else:
+                assert place is not None, "what is neither summed nor indexed is not made by a region"
+                made = self._slice_of(tensor, place)
+                if tensor.value in self._leaving and is_own:
+                    copies.append((tiling.look(narrowed(tensor, place, self.part)), made))
+            outputs.append(made)
+            creates.append(tiling.tensors[made].value)
+        into = _INTO.get(short_name(op.target))
+        if added and into and self.sums.adds_in_place(op, 0) and self.number:
+            total = self.sums.total(op, 0)
+            tiling.add(
+                tiling.op(
+                    op,
+                    into,
+                    (Ref(total), *args),
+                    outputs=(total,),
+                    mutates=(tiling.tensors[total].value,),
+                    part=share,
+                    phase=self.phase,
+                )
+            )
+            return
+        tiling.add(
+            tiling.op(
+                op,
+                op.target,
+                args,
+                options=options,
+                outputs=tuple(outputs),
+                creates=tuple(creates),
+                part=share,
+                phase=self.phase,
+            )
+        )
+        for place_of_copy, made in copies:
+            self._call(op, "aten.copy_.default", place_of_copy, made)
+        for number, made in added:
+            self.sums.add(op, number, made, self.phase)
+
+    def _call(self, op: Op, target: str, changed: int, other: int) -> None:
+        tiling = self.tiling
+        value = tiling.tensors[changed].value
+        tiling.add(
+            tiling.op(
+                op,
+                target,
+                (Ref(changed), Ref(other)),
+                outputs=(changed,),
+                mutates=(value,),
+                phase=self.phase,
+            )
+        )
+
+    def _slice_of(self, tensor: Tensor, place: Place) -> int:
+        """A new value for this slice of what `tensor` shows."""
+        compact = Compact(tensor, narrowed(tensor, place, self.part))
+        size = extent(enumerate(compact.shape)) * item_bytes(tensor.dtype)
+        value = self.tiling.value(size, tensor.value)
+        self._made[tensor.value] = (value, compact)
+        return self.tiling.look(
+            replace(tensor, value=value, shape=compact.shape, stride=compact.stride, offset=0)
+        )
+
+    def _arg(self, op: Op, found: Passage, key: int | str, arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(self._item(op, found, (key, item), each) for item, each in enumerate(arg))
+        return self._item(op, found, (key, 0), arg)
+
+    def _item(self, op: Op, found: Passage, slot: Slot, arg: Arg) -> Arg:
+        if slot in found.sized and isinstance(arg, int):
+            return self._size(found, found.sized[slot])
+        if isinstance(arg, tuple):
+            return tuple(self._item(op, found, slot, each) for each in arg)
+        if not isinstance(arg, Ref):
+            return arg
+        tensor = self.tiling.old.tensors[arg.tensor]
+        place = found.takes.get(slot)
+        if place is None:
+            return Ref(self.tiling.look(tensor))
+        narrow = narrowed(tensor, place, self.part)
+        if tensor.value not in self._made:
+            return Ref(self.tiling.look(narrow))
+        value, compact = self._made[tensor.value]
+        look = compact.look(narrow)
+        if look is None:
+            raise BadRequest(f"{op.label} looks at a slice in a way that is no view of it alone.")
+        return Ref(self.tiling.look(replace(look, value=value)))
+
+    def _size(self, found: Passage, at: int) -> int:
+        """How long one part of the sliced dimension is in this slice."""
+        place = next(each for each in found.makes if each is not None)
+        assert place is not None
+        number = next(output for output, each in enumerate(found.makes) if each is not None)
+        del number
+        shape = [size for _, size in place]
+        unit = Tensor(0, 0, tuple(shape), contiguous(shape), 0, "uint8")
+        return narrowed(unit, tuple(enumerate(shape)), self.part).shape[at]
+
+
+class _Sums:
+    """What a block adds up over its slices."""
+
+    def __init__(self, tiling: _Tiling) -> None:
+        self.tiling = tiling
+        self._totals: dict[int, int] = {}  # an old value, and the tensor that it is added up in
+        self._last: dict[int, tuple[Op, Tensor]] = {}
+        self._averaged: dict[int, tuple[Op, Passage]] = {}
+
+    def _tensor(self, op: Op, number: int) -> Tensor:
+        output = op.outputs[number]
+        assert output is not None
+        return self.tiling.old.tensors[output]
+
+    def adds_in_place(self, op: Op, number: int) -> bool:
+        """Whether a kernel may add to the total by itself."""
+        return self._tensor(op, number).dtype not in _HALF
+
+    def total(self, op: Op, number: int) -> int:
+        """The tensor that a sum is added up in."""
+        return self._totals[self._tensor(op, number).value]
+
+    def part(self, op: Op, number: int, tensor: Tensor) -> int:
+        """The tensor that a slice makes: the first one is the total itself, if it is exact enough."""
+        found = self.tiling.region.ops[op.id].averaged
+        averaged = found is not None and found.result == number
+        if averaged and found is not None:
+            self._averaged[tensor.value] = (op, self.tiling.region.ops[op.id])
+        if tensor.value not in self._totals and tensor.dtype not in _HALF and not averaged:
+            self._totals[tensor.value] = self.tiling.look(tensor)
+            return self._totals[tensor.value]
+        value = self.tiling.value(self.tiling.old.values[tensor.value].bytes, tensor.value)
+        return self.tiling.look(replace(tensor, value=value))
+
+    def add(self, op: Op, number: int, made: int, phase: Phase) -> None:
+        """Add what a slice made to the total, unless it is the total."""
+        tiling, tensor = self.tiling, self._tensor(op, number)
+        total = self._totals.get(tensor.value)
+        if total == made:
+            return
+        self._last[tensor.value] = (op, tensor)
+        if total is not None:
+            value = tiling.tensors[total].value
+            tiling.add(
+                tiling.op(
+                    op,
+                    "aten.add_.Tensor",
+                    (Ref(total), Ref(made)),
+                    outputs=(total,),
+                    mutates=(value,),
+                    phase=phase,
+                )
+            )
+        elif tensor.dtype in _HALF:
+            self._totals[tensor.value] = self._cast(op, made, "float32", None, phase)
+        else:
+            self._totals[tensor.value] = made
+
+    def _cast(self, op: Op, made: int, dtype: str, value: int | None, phase: Phase) -> int:
+        """A copy of another type, in a new value or in one that is there already."""
+        tiling, tensor = self.tiling, self.tiling.tensors[made]
+        size = tiling.values[tensor.value].bytes // item_bytes(tensor.dtype) * item_bytes(dtype)
+        number = tiling.value(size, tensor.value) if value is None else value
+        result = tiling.look(replace(tensor, value=number, dtype=dtype))
+        options = (("dtype", Symbol("dtype", dtype)),)
+        tiling.add(
+            tiling.op(
+                op,
+                "aten._to_copy.default",
+                (Ref(made),),
+                options=options,
+                outputs=(result,),
+                creates=(number,),
+                phase=phase,
+            )
+        )
+        return result
+
+    def finish(self, phase: Phase) -> None:
+        """Make of the totals what the plain ops made."""
+        for value, (op, tensor) in self._last.items():
+            if tensor.dtype in _HALF:
+                self._cast(op, self._totals[value], tensor.dtype, value, phase)
+        for value, (op, found) in self._averaged.items():
+            assert found.averaged is not None
+            tensor = self._tensor(op, found.averaged.result)
+            by = self._tensor(op, found.averaged.by)
+            tiling = self.tiling
+            tiling.add(
+                tiling.op(
+                    op,
+                    "aten.div.Tensor",
+                    (Ref(self._totals[value]), Ref(tiling.look(by))),
+                    outputs=(tiling.look(tensor),),
+                    creates=(value,),
+                    phase=phase,
+                )
+            )
+
+
+def _before(graph: Graph) -> tuple[Graph, Sequence[int], tuple[Block, ...]]:
+    """The graph without slices, the numbers of this graph's ops in it, and the blocks that there are."""
+    if graph.tiled is None:
+        return graph, range(len(graph.ops)), ()
+    return graph.tiled.plain, graph.tiled.origin, graph.tiled.blocks
+
+
+def _atoms(graph: Graph) -> Iterator[range]:
+    """Ops that stay together: blocks, and every other op by itself."""
+    blocks = {block.first: block.stop for block in (() if graph.tiled is None else graph.tiled.blocks)}
+    number = 0
+    while number < len(graph.ops):
+        stop = blocks.get(number, number + 1)
+        yield range(number, stop)
+        number = stop
+
+
+def _stages(graph: Graph, region: Region) -> tuple[dict[int, int], dict[int, int]]:
+    """For each op of the region its stage; and for each value the first stage that may have it as a whole."""
+    stages: dict[int, int] = {}
+    complete: dict[int, int] = {}
+    base = 0
+    phase: Phase | None = None
+    for op in graph.ops:
+        found = region.ops.get(op.id)
+        if found is None:
+            level = max((_available(value, stages, complete, graph, region) for value in op.reads), default=0)
+            complete |= dict.fromkeys((*op.creates, *op.mutates), level)
+            continue
+        if phase is not None and op.phase is not phase:
+            base = 1 + max(stages.values())
+        phase = op.phase
+        stage = base
+        for slot, number in slots(op):
+            value = graph.tensors[number].value
+            maker = graph.creator.get(value)
+            if found.takes.get(slot) is not None and maker in stages and value in region.axes:
+                stage = max(stage, stages[maker])
+            else:
+                stage = max(stage, _available(value, stages, complete, graph, region))
+        stages[op.id] = stage
+    return stages, complete
+
+
+def _available(
+    value: int, stages: Mapping[int, int], complete: Mapping[int, int], graph: Graph, region: Region
+) -> int:
+    maker = graph.creator.get(value)
+    if maker in stages and maker is not None:
+        return stages[maker] + 1
+    return complete.get(value, 0)
+
+
+def _options(dtype: str, graph: Graph) -> tuple[tuple[str, Arg], ...]:
+    return (
+        ("dtype", Symbol("dtype", dtype)),
+        ("layout", Symbol("layout", "strided")),
+        ("device", Symbol("device", graph.device)),
+        ("pin_memory", False),
+    )

@@ -24,18 +24,19 @@ MAY_IMPORT = {
     "ir": "text",
     "autodiff": "ir",
     "arena": "ir",
+    "tiles": "ir",
     "chain": "text ir",
-    "solvers": "text ir chain",
+    "solvers": "text ir tiles chain",
     "lesson": "ir autodiff arena",
     "cost": "compat ir",
     "trace": "compat text ir cost",
     "aot": "compat ir cost trace",
     "execute": "compat text ir arena chain solvers cost trace aot",
-    "planner": "compat text ir chain solvers cost trace aot execute",
+    "planner": "compat text ir tiles chain solvers cost trace aot execute",
     "distributed": "compat text ir chain solvers cost trace aot execute planner",
     "backend": "compat text ir solvers cost trace aot execute planner distributed",
 }
-WITHOUT_TORCH = {"errors", "text", "ir", "autodiff", "arena", "chain", "solvers", "lesson"}
+WITHOUT_TORCH = {"errors", "text", "ir", "autodiff", "arena", "tiles", "chain", "solvers", "lesson"}
 SURFACE = {"cli", "integrations", "report", "zoo"}
 ROOT = {"__init__", "__main__", "_version", "errors", "expressions", "testing"}
 # What brings torch along with it.

@@ -3,6 +3,7 @@
     halves    forward and backward as AOTAutograd cuts them apart, nothing recomputed
     schedule  the whole step's; this graph's ops are those of its section
     planned   the same halves with ops where the schedule computes them, and again where it does so again
+    slices    ops of blocks, which no node stands for: they are called as the graph says
 
 The generated code drops every tensor after its last use, and takes what it is given from a list that it
 empties, so values die where the schedule frees them. Views are no ops: they are made where they are
@@ -24,10 +25,12 @@ from lowtide.aot.halves import Halves
 from lowtide.compat.dynamo import take_a_list
 from lowtide.compat.kernels import rnn_layer_for_training
 from lowtide.compat.tensors import leaves, storage_key, tensors_in
+from lowtide.cost.op_bench import constant_of, resolve
 from lowtide.errors import CannotApply
-from lowtide.ir.graph import Graph, Op, Phase
+from lowtide.ir.graph import Arg, Graph, Op, Phase, Ref, Symbol, Tensor, argument_tensors
 from lowtide.ir.recomputable import does_nothing
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
+from lowtide.ir.strides import same
 from lowtide.ir.walk import walk
 from lowtide.trace.graph_builder import target_name
 
@@ -88,7 +91,7 @@ def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> Sect
     for step in backward_steps:
         backward.do(step)
     gradients = [backward.wanted(result) for result in halves.gradients]
-    results += [forward.get(node) for node in backward.saved]
+    results += backward.saved
     return SectionCode(forward.finish(results), backward.finish(gradients))
 
 
@@ -105,6 +108,7 @@ def kind_of(halves: Halves) -> int:
 
 def kind_of_section(graph: Graph, section: int) -> int:
     """The same for a section of a step."""
+    graph = graph if graph.tiled is None else graph.tiled.plain
     ops = [op for op in graph.ops if op.section == section and not does_nothing(op)]
     return hash(
         tuple(
@@ -117,14 +121,21 @@ def kind_of_section(graph: Graph, section: int) -> int:
 
 
 class _SectionOps:
-    """A section's nodes and its ops, matched."""
+    """A section's nodes and its ops, matched.
+
+    Of a graph with blocks, the ops that are in none have nodes, and so do all values that were there before
+    there were blocks.
+    """
 
     def __init__(self, halves: Halves, graph: Graph, section: int) -> None:
         self.graph = graph
+        self._plain = graph if graph.tiled is None else graph.tiled.plain
         self.modules = [half for half in (halves.forward, halves.backward) if half is not None]
         self._nodes = {node.name: node for node in halves.forward.graph.nodes}
-        self.node_of: dict[int, fx.Node] = {}
+        self._node_of: dict[int, fx.Node] = {}  # by the number of an op in the plain graph
         self._value_of: dict[int, int] = {}  # storage -> value
+        self.roots: dict[int, tuple[fx.Node, int | None]] = {}  # value -> the op that makes it, which result
+        self._shown: dict[tuple[int, str], tuple[Tensor, fx.Node]] = {}  # value, dtype -> a node that looks at it
         in_forward, in_backward = halves.ops
         self._match(in_forward, section, Phase.FORWARD)
         self._match(in_backward, section, Phase.BACKWARD)
@@ -135,34 +146,57 @@ class _SectionOps:
                     value = self._value_of.get(storage_key(tensor))
                     if value is not None:
                         self.members.setdefault(value, []).append(self.canonical(node))
-        self.op_nodes = set(self.node_of.values())
+        self.op_nodes = set(self._node_of.values())
+
+    def node_of(self, op: Op) -> fx.Node | None:
+        """The node of an op; none for one that is in a block."""
+        tiled = self.graph.tiled
+        number = op.id if tiled is None else tiled.origin[op.id]
+        return None if number < 0 else self._node_of[number]
+
+    def shown(self, tensor: Tensor) -> tuple[Tensor, fx.Node]:
+        """A node that looks at the value of `tensor` in the same type, and how it looks at it."""
+        return self._shown[tensor.value, tensor.dtype]
 
     def canonical(self, node: fx.Node) -> fx.Node:
         """The forward's own node for what the backward is given of it."""
         return self._nodes.get(node.name, node) if node.op == "placeholder" else node
 
     def _match(self, nodes: Sequence[fx.Node], section: int, phase: Phase) -> None:
+        graph = self._plain
         ops = [
-            op
-            for op in self.graph.ops
-            if op.section == section and op.phase is phase and not does_nothing(op)
+            op for op in graph.ops if op.section == section and op.phase is phase and not does_nothing(op)
         ]
         for node, op in zip(nodes, ops, strict=False):
-            if target_name(node.target) != op.target or _shapes(node) != _shapes_of(op, self.graph):
+            if target_name(node.target) != op.target or _shapes(node) != _shapes_of(op, graph):
                 raise CannotApply(
                     f"the step does not run as it was planned: where {op.label} was, with results of shapes "
-                    f"{_shapes_of(op, self.graph)}, there is now {target_name(node.target)} with "
+                    f"{_shapes_of(op, graph)}, there is now {target_name(node.target)} with "
                     f"{_shapes(node)}. Plan it again, for this model and this batch."
                 )
-            self.node_of[op.id] = node
-            for tensor, number in zip(_made(node), op.outputs, strict=True):
+            self._node_of[op.id] = node
+            for position, (tensor, number) in enumerate(zip(_made(node), op.outputs, strict=True)):
                 if tensor is not None and number is not None:
-                    self._value_of[storage_key(tensor)] = self.graph.tensors[number].value
+                    value = graph.tensors[number].value
+                    self._value_of[storage_key(tensor)] = value
+                    if value in op.creates:
+                        self.roots[value] = node, position if _has_several(node) else None
+            if self.graph.tiled is not None:
+                self._note_looks(op, node)
         if len(nodes) != len(ops):
             raise CannotApply(
                 f"the step does not run as it was planned: a graph has {len(nodes)} ops in its {phase}, the "
                 f"plan has {len(ops)}. Plan it again, for this model and this batch."
             )
+
+    def _note_looks(self, op: Op, node: fx.Node) -> None:
+        """Which nodes the op's arguments are: what a block is handed is looked at through these."""
+        given = [*_nodes_in(node.args), *(each for value in node.kwargs.values() for each in _nodes_in(value))]
+        looked = list(argument_tensors(op))
+        if len(given) == len(looked):
+            for number, argument in zip(looked, given, strict=True):
+                tensor = self._plain.tensors[number]
+                self._shown.setdefault((tensor.value, tensor.dtype), (tensor, argument))
 
 
 class _Half:
@@ -173,12 +207,13 @@ class _Half:
         self.before = before
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
-        self.saved: list[fx.Node] = []  # of the forward's, in the order in which they are handed over
+        self.saved: list[fx.Node] = []  # nodes of the forward's code, in the order in which they are handed over
         self._done: set[int] = set() if before is None else set(before._done)
         self._given_up: set[fx.Node] = set()  # what has been freed and not made again
         self._latest: fx.Node | None = None  # the op that has just run
         self._drawn: dict[fx.Node, fx.Node] = {}  # a dropout, and what it made beside the mask
         self._first: fx.Node | None = None  # the placeholder before which further ones are put
+        self._slices: dict[int, tuple[Tensor, fx.Node]] = {}  # what blocks have made that is theirs, by value
 
     def add_placeholder(self, node: fx.Node) -> None:
         """`node` is given from outside."""
@@ -192,7 +227,8 @@ class _Half:
             case Compute(op):
                 self._compute(self.part.graph.ops[op])
             case Free(value):
-                for node in self.part.members[value]:
+                self._slices.pop(value, None)
+                for node in self.part.members.get(value, ()):
                     self.env.pop(node, None)
                     self._given_up.add(node)
             case _:
@@ -201,7 +237,10 @@ class _Half:
                 )
 
     def _compute(self, op: Op) -> None:
-        node = self.part.node_of[op.id]
+        node = self.part.node_of(op)
+        if node is None:
+            self._compute_slice(op)
+            return
         again = bool(op.updates) and op.id in self._done
         args = without_updates(node) if again else node.args
         for value in op.creates:
@@ -220,6 +259,69 @@ class _Half:
         for user in node.users:
             if user.target is operator.getitem:
                 self.get(user)
+
+    def _compute_slice(self, op: Op) -> None:
+        """An op of a block: called as the graph says, for there is no node that does this."""
+        for value in op.creates:
+            for member in self.part.members.get(value, ()):
+                self.env.pop(member, None)
+                self._given_up.discard(member)
+        args = tuple(self._real(arg) for arg in op.args)
+        options = {name: self._real(arg) for name, arg in op.kwargs}
+        target = resolve(op.target)
+        is_plain = not any(isinstance(arg, fx.Node) for arg in options.values())
+        quick = _QUICKER.get(target, target) if is_plain and all(_is_node(arg) for arg in args[:2]) else target
+        made = self.graph.call_function(quick, args, options)
+        self._latest = None
+        self._done.add(op.id)
+        several = len(op.outputs) > 1
+        for position, number in enumerate(op.outputs):
+            tensor = None if number is None else self.part.graph.tensors[number]
+            if tensor is None or tensor.value not in op.creates:
+                continue
+            result = self.graph.call_function(operator.getitem, (made, position)) if several else made
+            result = self.graph.call_function(as_planned, (result, tensor.shape, tensor.stride))
+            self._slices[tensor.value] = tensor, result
+            self._stand_for(tensor.value, result)
+
+    def _looked_at(self, tensor: Tensor) -> tuple[Tensor, fx.Node]:
+        """A node that looks at the value of `tensor`, and how."""
+        value = tensor.value
+        if value not in self._slices and self.before is not None and self._first is not None:
+            held = self.before._slices.get(value)
+            if held is not None and value not in self.part.roots:
+                self._slices[value] = held[0], self._handed_over(held[1], self._first)
+        if value in self._slices:
+            return self._slices[value]
+        base, shown = self.part.shown(tensor)
+        return base, self.get(_itself(shown))
+
+    def _stand_for(self, value: int, made: fx.Node) -> None:
+        """What a block has made is what the nodes mean that look at this value."""
+        if value not in self.part.roots:
+            return
+        node, position = self.part.roots[value]
+        if position is None:
+            self.env[node] = made
+            return
+        for user in node.users:
+            if user.target is operator.getitem and user.args[1] == position:
+                self.env[user] = made
+
+    def _real(self, arg: Arg) -> Any:
+        """An argument of an op that has no node."""
+        if isinstance(arg, tuple):
+            return [self._real(item) for item in arg]
+        if isinstance(arg, Symbol):
+            return torch.device(arg.text) if arg.kind == "device" else constant_of(arg)
+        if not isinstance(arg, Ref):
+            return arg
+        tensor = self.part.graph.tensors[arg.tensor]
+        base, node = self._looked_at(tensor)
+        if (base.shape, base.stride, base.offset) == (tensor.shape, tensor.stride, tensor.offset):
+            return node
+        step = tensor.offset - base.offset
+        return self.graph.call_function(look, (node, tensor.shape, tensor.stride, step))
 
     def get(self, node: Any) -> Any:
         """What stands for `node` here: what was computed last, a view made of it, or what was saved."""
@@ -275,12 +377,17 @@ class _Half:
         """Something that the forward has at its end, handed over to this backward."""
         if self.before is None or node not in self.before.env or self._first is None:
             raise RuntimeError(f"the schedule uses {node.name}, which is not there. A bug in lowtide.")
+        self.env[node] = self._handed_over(self.before.env[node], self._first)
+        return self.env[node]
+
+    def _handed_over(self, saved: fx.Node, first: fx.Node) -> fx.Node:
+        """What stands here for a node of the forward's code."""
         # A name of its own: fx calls the argument by the name asked for and the node by a free one, and an
         # argument called like another node would be overwritten.
-        with self.graph.inserting_before(self._first):
-            self.env[node] = self.graph.placeholder(f"saved_{len(self.saved)}")
-        self.saved.append(node)
-        return self.env[node]
+        with self.graph.inserting_before(first):
+            found = self.graph.placeholder(f"saved_{len(self.saved)}")
+        self.saved.append(saved)
+        return found
 
     def _call(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
         tensors = all(isinstance(arg, fx.Node) for arg in args[:2])  # numbers take another door
@@ -292,6 +399,36 @@ class _Half:
 
     def _map(self, args: Any) -> Any:
         return fx.node.map_arg(args, lambda node: self.get(_itself(node)))
+
+
+def look(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], step: int) -> torch.Tensor:
+    """Another look at what `tensor` looks at, from `step` elements after its first one."""
+    return tensor.as_strided(shape, stride, tensor.storage_offset() + step)
+
+
+def as_planned(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """`tensor`, copied if a kernel has put it otherwise than the graph says: others look at it by its strides."""
+    if same(shape, tensor.stride(), stride):
+        return tensor
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _is_node(thing: Any) -> bool:
+    return isinstance(thing, fx.Node)
+
+
+def _nodes_in(args: Any) -> Iterator[fx.Node]:
+    """The nodes among arguments, in order."""
+    if isinstance(args, fx.Node):
+        yield args
+    elif isinstance(args, list | tuple):
+        for each in args:
+            yield from _nodes_in(each)
+
+
+def _has_several(node: fx.Node) -> bool:
+    """Whether a node stands for several results."""
+    return isinstance(node.meta.get("val"), list | tuple)
 
 
 def _itself(node: fx.Node) -> fx.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from lowtide.errors import BadRequest, InfeasibleBudget, LowtideError
 from lowtide.ir.bounds import least_peak_bytes
@@ -13,6 +14,7 @@ from lowtide.ir.simulate import Timeline, simulate
 from lowtide.solvers.method import GraphMethod, Scheduler
 from lowtide.solvers.solution import GraphSolution, ScheduleAnswer
 from lowtide.text.budget import Budget
+from lowtide.tiles.blocks import contracted
 
 SINGLE_OPS = (
     "Raise the budget to at least that, or shrink the batch. Recomputation cannot go below what a single op "
@@ -39,8 +41,9 @@ def solve_graph(graph: Graph, method: GraphMethod | Scheduler, budget: Budget) -
             "Leave the budget out, or choose a method that takes one."
         )
     started = time.perf_counter()
-    answer = method.choose_kept(graph)
-    schedule = keep_only(graph, answer.kept)
+    blocks = contracted(graph)
+    answer = method.choose_kept(blocks.graph)
+    schedule = blocks.expanded(keep_only(blocks.graph, answer.kept))
     return _replayed(
         graph,
         method.name,
@@ -54,10 +57,12 @@ def _scheduled(graph: Graph, method: Scheduler, budget: Budget) -> GraphSolution
     """Within the budget; at the lowest peak where there is none."""
     started = time.perf_counter()
     budget_bytes = budget.bytes_of(lambda: simulate(graph, straight(graph)).peak_bytes)
-    answer = method.lowest(graph) if budget_bytes is None else method.within(graph, budget_bytes)
+    blocks = contracted(graph)
+    answer = method.lowest(blocks.graph) if budget_bytes is None else method.within(blocks.graph, budget_bytes)
     seconds = time.perf_counter() - started
     if answer is None:
         raise _infeasible(graph, method, budget_bytes or 0)
+    answer = replace(answer, schedule=blocks.expanded(answer.schedule))
     solution = _replayed(graph, method.name, answer, planning_seconds=seconds, budget_bytes=budget_bytes)
     if budget_bytes is not None and solution.peak_bytes > budget_bytes:
         raise SolverMistake(
@@ -104,7 +109,8 @@ def extra_seconds(graph: Graph, schedule: Schedule) -> float:
 
 def _infeasible(graph: Graph, method: Scheduler, budget_bytes: int) -> InfeasibleBudget:
     """The lowest peak that the method reaches, and the op that is running at it."""
-    timeline: Timeline = simulate(graph, method.lowest(graph).schedule)
+    blocks = contracted(graph)
+    timeline: Timeline = simulate(graph, blocks.expanded(method.lowest(blocks.graph).schedule))
     running = timeline.peak_op
     return InfeasibleBudget(
         method.name,

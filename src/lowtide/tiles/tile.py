@@ -135,6 +135,7 @@ class _Tiling:
             else:
                 self._block(unit)
         results = tuple((name, self._again(self.old.tensors[tensor])) for name, tensor in self.old.results)
+        assert not self._free_ids, "every value that is gone was cut in two or more"
         plain, origin, _ = _before(self.old)
         return validate(
             replace(
@@ -383,8 +384,10 @@ class _Slice:
             raise BadRequest(
                 f"{op.label} makes both slices and sums over them, and the slices are needed again later."
             )
-        whole = extent(enumerate(tiling.region.parts))
-        share = (self.part[1] - self.part[0]) / whole
+        into = _INTO.get(short_name(op.target))
+        if found.summed and into and self.number and self.sums.adds_in_place(op, 0):
+            self._add_into(op, into, args)
+            return
         outputs: list[int | None] = []
         creates: list[int] = []
         copies: list[tuple[int, int]] = []
@@ -405,21 +408,6 @@ class _Slice:
                     copies.append((tiling.look(narrowed(tensor, place, self.part)), made))
             outputs.append(made)
             creates.append(tiling.tensors[made].value)
-        into = _INTO.get(short_name(op.target))
-        if added and into and self.sums.adds_in_place(op, 0) and self.number:
-            total = self.sums.total(op, 0)
-            tiling.add(
-                tiling.op(
-                    op,
-                    into,
-                    (Ref(total), *args),
-                    outputs=(total,),
-                    mutates=(tiling.tensors[total].value,),
-                    part=share,
-                    phase=self.phase,
-                )
-            )
-            return
         tiling.add(
             tiling.op(
                 op,
@@ -428,7 +416,7 @@ class _Slice:
                 options=options,
                 outputs=tuple(outputs),
                 creates=tuple(creates),
-                part=share,
+                part=self._share,
                 phase=self.phase,
             )
         )
@@ -436,6 +424,26 @@ class _Slice:
             self._call(op, "aten.copy_.default", place_of_copy, made)
         for number, made in added:
             self.sums.add(op, number, made, self.phase)
+
+    def _add_into(self, op: Op, target: str, args: tuple[Arg, ...]) -> None:
+        """A kernel that adds what it makes to what there is already."""
+        total = self.sums.total(op, 0)
+        self.tiling.add(
+            self.tiling.op(
+                op,
+                target,
+                (Ref(total), *args),
+                outputs=(total,),
+                mutates=(self.tiling.tensors[total].value,),
+                part=self._share,
+                phase=self.phase,
+            )
+        )
+
+    @property
+    def _share(self) -> float:
+        """Which part of everything this slice is."""
+        return (self.part[1] - self.part[0]) / extent(enumerate(self.tiling.region.parts))
 
     def _call(self, op: Op, target: str, changed: int, other: int) -> None:
         tiling = self.tiling

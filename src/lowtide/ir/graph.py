@@ -200,7 +200,7 @@ class Tiled:
     """What a graph was before some of its ops were cut into slices.
 
     `origin` has for each op of the graph its number in `plain`; -1 for those in `blocks`. Values that are in
-    both have equal ids.
+    both have equal ids; those that are gone, since they are there in slices only, have no bytes and no creator.
     """
 
     plain: Graph
@@ -256,7 +256,8 @@ class Graph:
     @cached_property
     def resident(self) -> tuple[int, ...]:
         """Values that are there before the step begins."""
-        return tuple(value.id for value in self.values if value.id not in self.creator)
+        made = self.creator.keys() if self.tiled is None else {*self.creator, *self.tiled.plain.creator}
+        return tuple(value.id for value in self.values if value.id not in made)
 
     def counted_bytes(self, value: int) -> int:
         """Bytes of `value` on the graph's own device."""

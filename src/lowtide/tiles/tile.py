@@ -36,6 +36,7 @@ from lowtide.ir.graph import (
 from lowtide.ir.strides import contiguous, same
 from lowtide.ir.validate import extent_bytes, item_bytes, validate
 from lowtide.tiles.axis import Compact, Place, Range, axis_of, extent, narrowed, place_in, ranges
+from lowtide.tiles.early import NOTHING, Early, Factor
 from lowtide.tiles.region import Passage, Region, described
 from lowtide.tiles.rules import Slot, slots
 
@@ -43,46 +44,50 @@ _HALF = ("float16", "bfloat16")
 _INTO = {"mm": "aten.addmm_.default", "bmm": "aten.baddbmm_.default"}  # kernels that add to what is there
 
 
-def tile(graph: Graph, region: Region, count: int) -> Graph:
+def tile(graph: Graph, region: Region, count: int, ahead: Early | None = None) -> Graph:
     """`graph` with the ops of `region` run in `count` slices, or a few more where shapes ask for it.
 
     Everything that the graph leaves behind is the same but for the order of sums. Costs of slices are
-    parts of the costs of the whole op, until the graph is profiled.
+    parts of the costs of the whole op, until the graph is profiled. With `ahead` the backward of the region
+    runs with its forward.
 
     Raises:
         BadRequest: the region cannot be cut so often, or not without changing the order of what is changed
             in place; the message says what is in the way.
     """
-    return _Tiling(graph, region, count).graph()
+    return _Tiling(graph, region, count, ahead).graph()
 
 
 class _Tiling:
     """One region on its way into blocks."""
 
-    def __init__(self, graph: Graph, region: Region, count: int) -> None:
+    def __init__(self, graph: Graph, region: Region, count: int, ahead: Early | None) -> None:
         self.old = graph
         self.region = region
+        self.ahead = ahead
         self.slices = ranges(region.parts, count)
         if count < 2 or len(self.slices) < 2:
             raise BadRequest(
                 f"{described(graph, region)} cannot be cut into {count} slices: what is sliced has "
                 f"{extent(enumerate(region.parts))} elements. Ask for 2 or more, and for no more than that."
             )
-        self.stages, self._complete = _stages(graph, region)
+        self.stages = _stages(graph, region)
+        if ahead is not None:
+            self.stages = dict.fromkeys(self.stages, 0)
         self.whole = frozenset(self._made_whole())
         self.tensors: list[Tensor] = []
         self._tensor_ids: dict[tuple[object, ...], int] = {}
         self.values = list(graph.values)
-        gone = (
-            value
-            for number in region.ops
-            for value in graph.ops[number].creates
-            if value not in self.whole and not self._is_summed(value)
-        )
-        self._free_ids = sorted(gone, reverse=True)
+        for number in region.ops:
+            for value in graph.ops[number].creates:
+                if value not in self.whole and not self._is_summed(value):
+                    self.values[value] = replace(self.values[value], bytes=0)
         self.ops: list[Op] = []
         self.origin: list[int] = []
         self.blocks: list[Block] = []
+        self.unscaled: dict[int, int] = {}  # what a backward makes that runs ahead, and what it makes it as
+        self._ones: dict[int, int] = {}
+        self._scales: dict[Factor, int] = {}  # tensors
 
     # What leaves a block ------------------------------------------------------------------------------
 
@@ -127,7 +132,9 @@ class _Tiling:
     def graph(self) -> Graph:
         """The tiled graph."""
         for unit in self._units():
-            if isinstance(unit, range):
+            if isinstance(unit, Op):
+                self._scale(unit)
+            elif isinstance(unit, range):
                 first = len(self.ops)
                 for number in unit:
                     self._carry_over(self.old.ops[number])
@@ -135,7 +142,6 @@ class _Tiling:
             else:
                 self._block(unit)
         results = tuple((name, self._again(self.old.tensors[tensor])) for name, tensor in self.old.results)
-        assert not self._free_ids, "every value that is gone was cut in two or more"
         plain, origin, _ = _before(self.old)
         return validate(
             replace(
@@ -152,19 +158,23 @@ class _Tiling:
             )
         )
 
-    def _units(self) -> list[range | int]:
+    def _units(self) -> list[range | int | Op]:
         """Ranges of ops that stay as they are, and stages, in the order in which they run.
 
-        A stage runs where its last op did. What needs its results before that waits until it is over.
+        A stage runs where its last op did. What needs its results before that waits until it is over. For an
+        op that runs ahead there is the op itself: where it was, what it made is scaled.
         """
-        last = {stage: max(op for op, at in self.stages.items() if at == stage) for stage in set(self.stages.values())}
-        found: list[range | int] = []
+        last = {stage: max(self._in_time(stage)) for stage in set(self.stages.values())}
+        found: list[range | int | Op] = []
         waiting: dict[int, list[range]] = {}
         unfinished: dict[int, int] = {}  # value -> the stage that it has to wait for
         for unit in _atoms(self.old):
             number = unit.start
             if number in self.stages:
                 stage = self.stages[number]
+                if number > last[stage]:
+                    found.append(self.old.ops[number])
+                    continue
                 unfinished |= dict.fromkeys(self.old.ops[number].creates, stage)
                 if number == last[stage]:
                     found.append(stage)
@@ -184,6 +194,12 @@ class _Tiling:
             unfinished |= {value: stage for op in unit for value in self.old.ops[op].creates}
             waiting.setdefault(stage, []).append(unit)
         return found
+
+    def _in_time(self, stage: int) -> Iterator[int]:
+        """The ops of a stage, without those that run ahead."""
+        for number, at in self.stages.items():
+            if at == stage and (self.ahead is None or self.old.ops[number].phase is Phase.FORWARD):
+                yield number
 
     def _check_may_wait(self, unit: range, until: int) -> None:
         ops = [self.old.ops[number] for number in unit]
@@ -224,9 +240,10 @@ class _Tiling:
         ops = [self.old.ops[number] for number in self._with_repeats(own)]
         first = len(self.ops)
         phase = self.old.ops[own[0]].phase
+        self._make_ones(self.old.ops[own[-1]], phase)
         leaving = {value for number in own for value in self.old.ops[number].creates if value in self.whole}
         for number in own:
-            self._make_room(self.old.ops[number], leaving)
+            self._make_room(self.old.ops[number], leaving, phase)
         sums = _Sums(self)
         for number, part in enumerate(self.slices):
             parts = _Slice(self, part, phase, frozenset(op.id for op in ops), leaving, sums, number)
@@ -263,23 +280,126 @@ class _Tiling:
                 waiting.append(maker)
         return sorted(wanted)
 
-    def _make_room(self, op: Op, leaving: Collection[int]) -> None:
+    def _make_room(self, op: Op, leaving: Collection[int], phase: Phase) -> None:
         """Buffers for what leaves the block, under the names and ids that the values had."""
         for output in op.outputs:
             if output is None or self.old.tensors[output].value not in leaving:
                 continue
-            tensor = self.old.tensors[output]
-            made = self._again(tensor)
+            tensor = replace(self.old.tensors[output], value=self.made_as(self.old.tensors[output].value))
+            self._empty(op, tensor, phase)
+
+    def _empty(self, op: Op, tensor: Tensor, phase: Phase) -> None:
+        self._add(
+            self.op(
+                op,
+                "aten.empty_strided.default",
+                (tensor.shape, tensor.stride),
+                options=_options(tensor.dtype, self.old),
+                outputs=(self.look(tensor),),
+                creates=(tensor.value,),
+                phase=phase,
+            )
+        )
+
+    # What runs ahead ----------------------------------------------------------------------------------
+
+    def made_as(self, value: int) -> int:
+        """The value that a block makes in place of an old one: itself, unless it is to be scaled."""
+        factor = NOTHING if self.ahead is None else self.ahead.factors.get(value, NOTHING)
+        if factor == NOTHING:
+            return value
+        if value not in self.unscaled:
+            self.unscaled[value] = self.value(self.old.values[value].bytes, value)
+        return self.unscaled[value]
+
+    def _make_ones(self, like: Op, phase: Phase) -> None:
+        """What is taken for numbers that are not there yet."""
+        for late in sorted(() if self.ahead is None else self.ahead.ones):
+            dtype = next(tensor.dtype for tensor in self.old.tensors if tensor.value == late)
+            value = self._ones[late] = self.value(item_bytes(dtype), late)
+            made = self.look(Tensor(0, value, (), (), 0, dtype))
+            self._add(
+                self.op(
+                    like,
+                    "aten.full.default",
+                    ((), 1.0),
+                    options=_options(dtype, self.old),
+                    outputs=(made,),
+                    creates=(value,),
+                    phase=phase,
+                )
+            )
+
+    def meanwhile(self, tensor: Tensor) -> Tensor:
+        """What a block looks at in place of `tensor`."""
+        if tensor.value not in self._ones:
+            return tensor
+        return replace(tensor, value=self._ones[tensor.value], offset=0)
+
+    def _scale(self, op: Op) -> None:
+        """What `op` made ahead, as it makes it: multiplied by what is known by now."""
+        assert self.ahead is not None, "only what runs ahead is scaled"
+        for output in op.outputs:
+            tensor = None if output is None else self.old.tensors[output]
+            if tensor is None or tensor.value not in self.unscaled:
+                continue
+            number = self._scales_by(op, self.ahead.factors[tensor.value])
+            unscaled = replace(tensor, value=self.unscaled[tensor.value], dtype=self._exact(tensor))
+            args = (Ref(self.look(unscaled)), Ref(number))
+            if unscaled.dtype == tensor.dtype:
+                made = self.look(tensor)
+                self._add(
+                    self.op(op, "aten.mul.Tensor", args, outputs=(made,), creates=(tensor.value,))
+                )
+                continue
+            self._empty(op, tensor, op.phase)
+            made = self.look(tensor)
             self._add(
                 self.op(
                     op,
-                    "aten.empty_strided.default",
-                    (tensor.shape, tensor.stride),
-                    options=_options(tensor.dtype, self.old),
+                    "aten.mul.out",
+                    args,
+                    options=(("out", Ref(made)),),
                     outputs=(made,),
-                    creates=(tensor.value,),
+                    mutates=(tensor.value,),
                 )
             )
+
+    def _exact(self, tensor: Tensor) -> str:
+        """The type in which a value is made that is to be scaled."""
+        summed = self._is_summed(tensor.value)
+        return "float32" if summed and tensor.dtype in _HALF else tensor.dtype
+
+    def _scales_by(self, op: Op, factor: Factor) -> int:
+        """A number that stands for a factor, as a tensor."""
+        if factor in self._scales:
+            return self._scales[factor]
+        total: int | None = None
+        for target, values in (("aten.mul.Tensor", factor.times), ("aten.div.Tensor", factor.over)):
+            for value in values:
+                dtype = next(tensor.dtype for tensor in self.old.tensors if tensor.value == value)
+                number = self.look(Tensor(0, value, (), (), 0, dtype))
+                if target == "aten.div.Tensor":
+                    number = self._never_zero(op, number)
+                if total is None and target == "aten.mul.Tensor":
+                    total = number
+                    continue
+                first = (Ref(total),) if total is not None else (1.0,)
+                total = self._small(op, target, (*first, Ref(number)), dtype)
+        assert total is not None, "a factor is made of something"
+        self._scales[factor] = total
+        return total
+
+    def _never_zero(self, op: Op, number: int) -> int:
+        """One where a number is zero: there is nothing to be divided then, and plain kernels make zeros."""
+        is_zero = self._small(op, "aten.eq.Scalar", (Ref(number), 0), "bool")
+        return self._small(op, "aten.add.Tensor", (Ref(number), Ref(is_zero)), self.tensors[number].dtype)
+
+    def _small(self, op: Op, target: str, args: tuple[Arg, ...], dtype: str) -> int:
+        value = self.value(item_bytes(dtype), self.tensors[_first(args)].value)
+        made = self.look(Tensor(0, value, (), (), 0, dtype))
+        self._add(self.op(op, target, args, outputs=(made,), creates=(value,)))
+        return made
 
     # Building -----------------------------------------------------------------------------------------
 
@@ -325,12 +445,7 @@ class _Tiling:
     def value(self, size: int, like: int) -> int:
         """A new value, named like an old one."""
         old = self.values[like]
-        role = Role.INTERMEDIATE
-        if self._free_ids:
-            number = self._free_ids.pop()
-            self.values[number] = replace(old, id=number, bytes=size, role=role)
-            return number
-        self.values.append(replace(old, id=len(self.values), bytes=size, role=role))
+        self.values.append(replace(old, id=len(self.values), bytes=size, role=Role.INTERMEDIATE))
         return len(self.values) - 1
 
     def look(self, tensor: Tensor) -> int:
@@ -405,7 +520,8 @@ class _Slice:
                 assert place is not None, "what is neither summed nor indexed is not made by a region"
                 made = self._slice_of(tensor, place)
                 if tensor.value in self._leaving and is_own:
-                    copies.append((tiling.look(narrowed(tensor, place, self.part)), made))
+                    buffer = replace(tensor, value=tiling.made_as(tensor.value))
+                    copies.append((tiling.look(narrowed(buffer, place, self.part)), made))
             outputs.append(made)
             creates.append(tiling.tensors[made].value)
         tiling.add(
@@ -484,8 +600,8 @@ class _Slice:
         tensor = self.tiling.old.tensors[arg.tensor]
         place = found.takes.get(slot)
         if place is None:
-            return Ref(self.tiling.look(tensor))
-        narrow = narrowed(tensor, place, self.part)
+            return Ref(self.tiling.look(self.tiling.meanwhile(tensor)))
+        narrow = self.tiling.meanwhile(narrowed(tensor, place, self.part))
         if tensor.value not in self._made:
             return Ref(self.tiling.look(narrow))
         value, compact = self._made[tensor.value]
@@ -534,7 +650,8 @@ class _Sums:
         if averaged and found is not None:
             self._averaged[tensor.value] = (op, self.tiling.region.ops[op.id])
         if tensor.value not in self._totals and tensor.dtype not in _HALF and not averaged:
-            self._totals[tensor.value] = self.tiling.look(tensor)
+            total = replace(tensor, value=self.tiling.made_as(tensor.value))
+            self._totals[tensor.value] = self.tiling.look(total)
             return self._totals[tensor.value]
         value = self.tiling.value(self.tiling.old.values[tensor.value].bytes, tensor.value)
         return self.tiling.look(replace(tensor, value=value))
@@ -559,7 +676,13 @@ class _Sums:
                 )
             )
         elif tensor.dtype in _HALF:
-            self._totals[tensor.value] = self._cast(op, made, "float32", None, phase)
+            into = tiling.made_as(tensor.value)
+            if into != tensor.value:
+                tiling.values[into] = replace(
+                    tiling.values[into], bytes=tiling.values[into].bytes // item_bytes(tensor.dtype) * 4
+                )
+            total = self._cast(op, made, "float32", into if into != tensor.value else None, phase)
+            self._totals[tensor.value] = total
         else:
             self._totals[tensor.value] = made
 
@@ -586,7 +709,7 @@ class _Sums:
     def finish(self, phase: Phase) -> None:
         """Make of the totals what the plain ops made."""
         for value, (op, tensor) in self._last.items():
-            if tensor.dtype in _HALF:
+            if tensor.dtype in _HALF and value not in self.tiling.unscaled:
                 self._cast(op, self._totals[value], tensor.dtype, value, phase)
         for value, (op, found) in self._averaged.items():
             assert found.averaged is not None
@@ -622,10 +745,10 @@ def _atoms(graph: Graph) -> Iterator[range]:
         number = stop
 
 
-def _stages(graph: Graph, region: Region) -> tuple[dict[int, int], dict[int, int]]:
-    """For each op of the region its stage; and for each value the first stage that may have it as a whole."""
+def _stages(graph: Graph, region: Region) -> dict[int, int]:
+    """For each op of the region its stage."""
     stages: dict[int, int] = {}
-    complete: dict[int, int] = {}
+    complete: dict[int, int] = {}  # the first stage that may have a value as a whole
     base = 0
     phase: Phase | None = None
     for op in graph.ops:
@@ -646,7 +769,7 @@ def _stages(graph: Graph, region: Region) -> tuple[dict[int, int], dict[int, int
             else:
                 stage = max(stage, _available(value, stages, complete, graph, region))
         stages[op.id] = stage
-    return stages, complete
+    return stages
 
 
 def _available(
@@ -656,6 +779,11 @@ def _available(
     if maker in stages and maker is not None:
         return stages[maker] + 1
     return complete.get(value, 0)
+
+
+def _first(args: tuple[Arg, ...]) -> int:
+    """The first tensor among arguments."""
+    return next(arg.tensor for arg in args if isinstance(arg, Ref))
 
 
 def _options(dtype: str, graph: Graph) -> tuple[tuple[str, Arg], ...]:

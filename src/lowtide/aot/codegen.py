@@ -135,7 +135,9 @@ class _SectionOps:
         self._node_of: dict[int, fx.Node] = {}  # by the number of an op in the plain graph
         self._value_of: dict[int, int] = {}  # storage -> value
         self.roots: dict[int, tuple[fx.Node, int | None]] = {}  # value -> the op that makes it, which result
-        self._shown: dict[tuple[int, str], tuple[Tensor, fx.Node]] = {}  # value, dtype -> a node that looks at it
+        self._shown: dict[
+            tuple[int, str], tuple[Tensor, fx.Node]
+        ] = {}  # value, dtype -> a node that looks at it
         in_forward, in_backward = halves.ops
         self._match(in_forward, section, Phase.FORWARD)
         self._match(in_backward, section, Phase.BACKWARD)
@@ -164,9 +166,7 @@ class _SectionOps:
 
     def _match(self, nodes: Sequence[fx.Node], section: int, phase: Phase) -> None:
         graph = self._plain
-        ops = [
-            op for op in graph.ops if op.section == section and op.phase is phase and not does_nothing(op)
-        ]
+        ops = [op for op in graph.ops if op.section == section and op.phase is phase and not does_nothing(op)]
         for node, op in zip(nodes, ops, strict=False):
             if target_name(node.target) != op.target or _shapes(node) != _shapes_of(op, graph):
                 raise CannotApply(
@@ -191,7 +191,10 @@ class _SectionOps:
 
     def _note_looks(self, op: Op, node: fx.Node) -> None:
         """Which nodes the op's arguments are: what a block is handed is looked at through these."""
-        given = [*_nodes_in(node.args), *(each for value in node.kwargs.values() for each in _nodes_in(value))]
+        given = [
+            *_nodes_in(node.args),
+            *(each for value in node.kwargs.values() for each in _nodes_in(value)),
+        ]
         looked = list(argument_tensors(op))
         if len(given) == len(looked):
             for number, argument in zip(looked, given, strict=True):
@@ -207,7 +210,9 @@ class _Half:
         self.before = before
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
-        self.saved: list[fx.Node] = []  # nodes of the forward's code, in the order in which they are handed over
+        self.saved: list[
+            fx.Node
+        ] = []  # nodes of the forward's code, in the order in which they are handed over
         self._done: set[int] = set() if before is None else set(before._done)
         self._given_up: set[fx.Node] = set()  # what has been freed and not made again
         self._latest: fx.Node | None = None  # the op that has just run
@@ -270,7 +275,9 @@ class _Half:
         options = {name: self._real(arg) for name, arg in op.kwargs}
         target = resolve(op.target)
         is_plain = not any(isinstance(arg, fx.Node) for arg in options.values())
-        quick = _QUICKER.get(target, target) if is_plain and all(_is_node(arg) for arg in args[:2]) else target
+        quick = (
+            _QUICKER.get(target, target) if is_plain and all(_is_node(arg) for arg in args[:2]) else target
+        )
         made = self.graph.call_function(quick, args, options)
         self._latest = None
         self._done.add(op.id)

@@ -1,7 +1,7 @@
 """Blocks as single ops, for whoever decides what runs when: a block runs as a whole, or not at all.
 
-    contracted   the graph with one op in place of each block; its workspace is what the block holds inside
-    expanded     a schedule of that graph, as one of the graph with blocks
+contracted   the graph with one op in place of each block; its workspace is what the block holds inside
+expanded     a schedule of that graph, as one of the graph with blocks
 """
 
 from __future__ import annotations

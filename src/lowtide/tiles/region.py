@@ -165,7 +165,11 @@ class _Growth:
             return found
         axes: dict[int, Axis] = {}
         looks = [(tensor, found.takes.get(slot)) for slot, tensor in slots(op)]
-        looks += [(tensor, place) for tensor, place in zip(op.outputs, found.makes, strict=True) if tensor is not None]
+        looks += [
+            (tensor, place)
+            for tensor, place in zip(op.outputs, found.makes, strict=True)
+            if tensor is not None
+        ]
         for number, at in looks:
             tensor = self.graph.tensors[number]
             if tensor.value in self._changed:

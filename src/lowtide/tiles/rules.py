@@ -94,7 +94,8 @@ RULES: dict[str, Rule] = {}
 
 def slots(op: Op) -> Iterator[tuple[Slot, int]]:
     """The tensors that an op is called with, and where."""
-    for key, arg in (*enumerate(op.args), *op.kwargs):
+    given: list[tuple[int | str, Arg]] = [*enumerate(op.args), *op.kwargs]
+    for key, arg in given:
         items = arg if isinstance(arg, tuple) else (arg,)
         for item, found in enumerate(items):
             if isinstance(found, Ref):
@@ -136,17 +137,110 @@ def _stretched(shape: tuple[int, ...], to: tuple[int, ...]) -> Labels | None:
 
 
 @_rule(
-    *"""
-    _to_copy abs acos add addcdiv addcmul asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil
-    clamp clamp_max clamp_min clone copysign cos cosh div elu elu_backward eq erf erfc exp exp2 expm1 fill floor
-    floor_divide fmod full_like ge gelu gelu_backward gt hardsigmoid hardsigmoid_backward hardswish
-    hardswish_backward hardtanh hardtanh_backward hypot isfinite isinf isnan le leaky_relu leaky_relu_backward
-    lerp log log10 log1p log2 logaddexp logical_and logical_not
-    logical_or logical_xor lt masked_fill maximum minimum mish mish_backward mul native_dropout_backward ne neg
-    ones_like pow reciprocal relu remainder round rsqrt rsub sgn sigmoid sigmoid_backward sign silu
-    silu_backward sin sinh softplus softplus_backward sqrt square sub tan tanh tanh_backward
-    threshold_backward trunc where xlogy zeros_like empty_like
-    """.split()
+    *[
+        "_to_copy",
+        "abs",
+        "acos",
+        "add",
+        "addcdiv",
+        "addcmul",
+        "asin",
+        "atan",
+        "atan2",
+        "bitwise_and",
+        "bitwise_not",
+        "bitwise_or",
+        "bitwise_xor",
+        "ceil",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "clone",
+        "copysign",
+        "cos",
+        "cosh",
+        "div",
+        "elu",
+        "elu_backward",
+        "eq",
+        "erf",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "fill",
+        "floor",
+        "floor_divide",
+        "fmod",
+        "full_like",
+        "ge",
+        "gelu",
+        "gelu_backward",
+        "gt",
+        "hardsigmoid",
+        "hardsigmoid_backward",
+        "hardswish",
+        "hardswish_backward",
+        "hardtanh",
+        "hardtanh_backward",
+        "hypot",
+        "isfinite",
+        "isinf",
+        "isnan",
+        "le",
+        "leaky_relu",
+        "leaky_relu_backward",
+        "lerp",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "logaddexp",
+        "logical_and",
+        "logical_not",
+        "logical_or",
+        "logical_xor",
+        "lt",
+        "masked_fill",
+        "maximum",
+        "minimum",
+        "mish",
+        "mish_backward",
+        "mul",
+        "native_dropout_backward",
+        "ne",
+        "neg",
+        "ones_like",
+        "pow",
+        "reciprocal",
+        "relu",
+        "remainder",
+        "round",
+        "rsqrt",
+        "rsub",
+        "sgn",
+        "sigmoid",
+        "sigmoid_backward",
+        "sign",
+        "silu",
+        "silu_backward",
+        "sin",
+        "sinh",
+        "softplus",
+        "softplus_backward",
+        "sqrt",
+        "square",
+        "sub",
+        "tan",
+        "tanh",
+        "tanh_backward",
+        "threshold_backward",
+        "trunc",
+        "where",
+        "xlogy",
+        "zeros_like",
+        "empty_like",
+    ]
 )
 def _pointwise(call: Call) -> Labelled | None:
     shape = call.made()
@@ -198,7 +292,7 @@ def _reduction(call: Call) -> Labelled | None:
     kernel = short_name(call.op.target)
     gone = _chosen(call, 1, len(shape)) if len(call.op.args) > 1 else frozenset[str]()
     gone = gone or frozenset(labels)
-    if len(call.op.outputs) != 1 or kernel == "var" and len(call.op.args) < 2:
+    if len(call.op.outputs) != 1 or (kernel == "var" and len(call.op.args) < 2):
         return None
     keeps = len(call.made()) == len(shape)
     kept = tuple(_FREE if label in gone else label for label in labels if keeps or label not in gone)
@@ -334,7 +428,9 @@ def _added(call: Call) -> Labelled | None:
 # Images ---------------------------------------------------------------------------------------------------
 
 
-def _batched(call: Call, batched: tuple[int, ...], made: tuple[bool, ...], whole: tuple[int, ...] = ()) -> Labelled:
+def _batched(
+    call: Call, batched: tuple[int, ...], made: tuple[bool, ...], whole: tuple[int, ...] = ()
+) -> Labelled:
     """An op of which only the first dimension, of the arguments `batched`, is independent."""
 
     def by_batch(shape: tuple[int, ...]) -> Labels:
@@ -343,7 +439,11 @@ def _batched(call: Call, batched: tuple[int, ...], made: tuple[bool, ...], whole
     takes: dict[Slot, Labels] = {(at, 0): by_batch(call.shape(at)) for at in batched if call.shape(at)}
     takes |= {(at, 0): tuple("inside" for _ in call.shape(at)) for at in whole if call.shape(at)}
     makes = tuple(
-        None if output is None else by_batch(call.made(at)) if made[at] else tuple("inside" for _ in call.made(at))
+        None
+        if output is None
+        else by_batch(call.made(at))
+        if made[at]
+        else tuple("inside" for _ in call.made(at))
         for at, output in enumerate(call.op.outputs)
     )
     return Labelled(takes, makes, summed=frozenset("n"), couples=frozenset({"inside"}))
@@ -476,13 +576,35 @@ def _distance(call: Call) -> Labelled | None:
 LINEAR: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("mm", "bmm", "mul"), (0, 1)),
     **dict.fromkeys(
-        """
-        div neg sum _to_copy clone slice_backward select_backward constant_pad_nd nll_loss_backward
-        nll_loss2d_backward _log_softmax_backward_data _softmax_backward_data embedding_dense_backward
-        convolution_backward native_layer_norm_backward _fused_rms_norm_backward native_dropout_backward
-        gelu_backward silu_backward tanh_backward sigmoid_backward hardtanh_backward leaky_relu_backward
-        threshold_backward native_group_norm_backward avg_pool2d_backward max_pool2d_with_indices_backward
-        """.split(),
+        [
+            "div",
+            "neg",
+            "sum",
+            "_to_copy",
+            "clone",
+            "slice_backward",
+            "select_backward",
+            "constant_pad_nd",
+            "nll_loss_backward",
+            "nll_loss2d_backward",
+            "_log_softmax_backward_data",
+            "_softmax_backward_data",
+            "embedding_dense_backward",
+            "convolution_backward",
+            "native_layer_norm_backward",
+            "_fused_rms_norm_backward",
+            "native_dropout_backward",
+            "gelu_backward",
+            "silu_backward",
+            "tanh_backward",
+            "sigmoid_backward",
+            "hardtanh_backward",
+            "leaky_relu_backward",
+            "threshold_backward",
+            "native_group_norm_backward",
+            "avg_pool2d_backward",
+            "max_pool2d_with_indices_backward",
+        ],
         (0,),
     ),
 }

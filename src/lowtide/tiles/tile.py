@@ -14,8 +14,9 @@ it is accumulated, in float32 where it is of half precision. All that comes out 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import (
@@ -29,19 +30,28 @@ from lowtide.ir.graph import (
     Symbol,
     Tensor,
     Tiled,
-    Value,
     argument_tensors,
     short_name,
 )
-from lowtide.ir.strides import contiguous, same
-from lowtide.ir.validate import extent_bytes, item_bytes, validate
-from lowtide.tiles.axis import Compact, Place, Range, axis_of, extent, narrowed, place_in, ranges
+from lowtide.ir.strides import contiguous
+from lowtide.ir.validate import item_bytes, validate
+from lowtide.tiles.axis import Compact, Place, Range, extent, narrowed, ranges
 from lowtide.tiles.early import NOTHING, Early, Factor
 from lowtide.tiles.region import Passage, Region, described
 from lowtide.tiles.rules import Slot, slots
 
 _HALF = ("float16", "bfloat16")
+Stage: TypeAlias = "tuple[_Region, int]"  # of a region the stage of that number
 _INTO = {"mm": "aten.addmm_.default", "bmm": "aten.baddbmm_.default"}  # kernels that add to what is there
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A region, and in how many slices it is to run; with `ahead` its backward runs with its forward."""
+
+    region: Region
+    count: int
+    ahead: Early | None = None
 
 
 def tile(graph: Graph, region: Region, count: int, ahead: Early | None = None) -> Graph:
@@ -55,39 +65,223 @@ def tile(graph: Graph, region: Region, count: int, ahead: Early | None = None) -
         BadRequest: the region cannot be cut so often, or not without changing the order of what is changed
             in place; the message says what is in the way.
     """
-    return _Tiling(graph, region, count, ahead).graph()
+    return cut(graph, [Cut(region, count, ahead)])
+
+
+def cut(graph: Graph, cuts: Sequence[Cut]) -> Graph:
+    """`graph` with several regions in slices, of which no two have an op in common. See `tile`."""
+    return _Tiling(graph, cuts).graph()
 
 
 class _Tiling:
-    """One region on its way into blocks."""
+    """A graph with blocks while it is built."""
 
-    def __init__(self, graph: Graph, region: Region, count: int, ahead: Early | None) -> None:
+    def __init__(self, graph: Graph, cuts: Sequence[Cut]) -> None:
         self.old = graph
-        self.region = region
-        self.ahead = ahead
-        self.slices = ranges(region.parts, count)
-        if count < 2 or len(self.slices) < 2:
-            raise BadRequest(
-                f"{described(graph, region)} cannot be cut into {count} slices: what is sliced has "
-                f"{extent(enumerate(region.parts))} elements. Ask for 2 or more, and for no more than that."
-            )
-        self.stages = _stages(graph, region)
-        if ahead is not None:
-            self.stages = dict.fromkeys(self.stages, 0)
-        self.whole = frozenset(self._made_whole())
         self.tensors: list[Tensor] = []
         self._tensor_ids: dict[tuple[object, ...], int] = {}
         self.values = list(graph.values)
-        for number in region.ops:
-            for value in graph.ops[number].creates:
-                if value not in self.whole and not self._is_summed(value):
-                    self.values[value] = replace(self.values[value], bytes=0)
         self.ops: list[Op] = []
         self.origin: list[int] = []
         self.blocks: list[Block] = []
+        self._stages: dict[int, Stage] = {}  # of the ops that are in regions
+        for each in cuts:
+            region = _Region(self, each)
+            self._stages |= {number: (region, stage) for number, stage in region.stages.items()}
+
+    def graph(self) -> Graph:
+        """The tiled graph."""
+        for unit in self._units():
+            match unit:
+                case Op():
+                    self._stages[unit.id][0].scale(unit)
+                case range():
+                    first = len(self.ops)
+                    for number in unit:
+                        self._carry_over(self.old.ops[number])
+                    self._move_blocks(unit, first)
+                case (region, stage):
+                    region.block(stage)
+        results = tuple((name, self._again(self.old.tensors[tensor])) for name, tensor in self.old.results)
+        plain, origin, _ = _before(self.old)
+        return validate(
+            replace(
+                self.old,
+                ops=tuple(self.ops),
+                values=tuple(self.values),
+                tensors=tuple(self.tensors),
+                results=results,
+                tiled=Tiled(
+                    plain,
+                    tuple(-1 if number < 0 else origin[number] for number in self.origin),
+                    tuple(sorted(self.blocks, key=lambda block: block.first)),
+                ),
+            )
+        )
+
+    def _units(self) -> list[range | Stage | Op]:
+        """Ranges of ops that stay as they are, and stages, in the order in which they run.
+
+        A stage runs where its last op did. What needs its results before that waits until it is over. For an
+        op that runs ahead there is the op itself: where it was, what it made is scaled.
+        """
+        last: dict[Stage, int] = {}
+        for number, stage in self._stages.items():
+            if stage[0].is_in_time(number):
+                last[stage] = max(number, last.get(stage, -1))
+        found: list[range | Stage | Op] = []
+        waiting: dict[Stage, list[range]] = {}
+        unfinished: dict[int, Stage] = {}  # value -> the stage that it has to wait for
+        for unit in _atoms(self.old):
+            number = unit.start
+            touched = [value for op in unit for value in (*self.old.ops[op].reads, *self.old.ops[op].mutates)]
+            held_up = {unfinished[value] for value in touched if value in unfinished}
+            stage = self._stages.get(number)
+            if stage is not None:
+                if number > last[stage]:
+                    found.append(self.old.ops[number])
+                    continue
+                if any(last[other] > last[stage] for other in held_up - {stage}):
+                    raise BadRequest(f"{stage[0].name} and another region would have to wait for each other.")
+                unfinished |= dict.fromkeys(self.old.ops[number].creates, stage)
+                if number == last[stage]:
+                    found += [stage, *waiting.pop(stage, [])]
+                    unfinished = {value: at for value, at in unfinished.items() if at != stage}
+                continue
+            if not held_up:
+                found.append(unit)
+                continue
+            later = max(held_up, key=lambda at: last[at])
+            self._check_may_wait(unit, last[later], later[0].name)
+            unfinished |= {value: later for op in unit for value in self.old.ops[op].creates}
+            waiting.setdefault(later, []).append(unit)
+        return found
+
+    def _check_may_wait(self, unit: range, until: int, name: str) -> None:
+        ops = [self.old.ops[number] for number in unit]
+        touched = {value for op in ops for value in (*op.reads, *op.mutates, *op.updates)}
+        between = self.old.ops[unit.stop : until + 1]
+        changing = {value for op in (*ops, *between) for value in (*op.mutates, *op.updates)}
+        made = {value for op in ops for value in op.creates}
+        if any(op.random for op in ops) or (touched & changing) - made or ops[0].section < 0:
+            raise BadRequest(
+                f"{name} is not cut into slices: {ops[0].label} would have to wait for it, and draws random "
+                "numbers or looks at what is changed in place."
+            )
+
+    def _carry_over(self, op: Op) -> None:
+        self.add(
+            replace(
+                op,
+                args=tuple(self._same(arg) for arg in op.args),
+                kwargs=tuple((name, self._same(arg)) for name, arg in op.kwargs),
+                outputs=tuple(
+                    None if output is None else self._again(self.old.tensors[output]) for output in op.outputs
+                ),
+            ),
+            op.id,
+        )
+
+    def _move_blocks(self, unit: range, first: int) -> None:
+        """Blocks of earlier tilings are where their ops are now."""
+        for block in () if self.old.tiled is None else self.old.tiled.blocks:
+            if block.first in unit:
+                moved = first + block.first - unit.start
+                self.blocks.append(replace(block, first=moved, stop=moved + block.stop - block.first))
+
+    # Building -----------------------------------------------------------------------------------------
+
+    def op(
+        self,
+        like: Op,
+        target: str,
+        args: tuple[Arg, ...],
+        *,
+        options: tuple[tuple[str, Arg], ...] = (),
+        outputs: tuple[int | None, ...] = (),
+        creates: tuple[int, ...] = (),
+        mutates: tuple[int, ...] = (),
+        part: float = 0.0,
+        phase: Phase | None = None,
+    ) -> Op:
+        """A new op where `like` was. It reads every value that it is handed."""
+        handed = [*argument_tensors(replace(like, args=args, kwargs=options))]
+        reads = tuple(dict.fromkeys(self.tensors[tensor].value for tensor in handed))
+        return replace(
+            like,
+            target=target,
+            args=args,
+            kwargs=options,
+            outputs=outputs,
+            reads=reads,
+            creates=creates,
+            mutates=mutates,
+            phase=like.phase if phase is None else phase,
+            seconds=like.seconds * part,
+            workspace_bytes=int(like.workspace_bytes * part),
+            extrapolated=True,
+        )
+
+    def add(self, op: Op, origin: int = -1) -> None:
+        """Append an op, which is in a block unless it has an origin."""
+        self.ops.append(replace(op, id=len(self.ops)))
+        self.origin.append(origin)
+
+    def value(self, size: int, like: int) -> int:
+        """A new value, named like an old one."""
+        old = self.values[like]
+        self.values.append(replace(old, id=len(self.values), bytes=size, role=Role.INTERMEDIATE))
+        return len(self.values) - 1
+
+    def look(self, tensor: Tensor) -> int:
+        """The id of a tensor; equal looks are one tensor."""
+        key = (tensor.value, tensor.shape, tensor.stride, tensor.offset, tensor.dtype, tensor.signs)
+        found = self._tensor_ids.setdefault(key, len(self.tensors))
+        if found == len(self.tensors):
+            self.tensors.append(replace(tensor, id=found))
+        return found
+
+    def _again(self, tensor: Tensor) -> int:
+        return self.look(tensor)
+
+    def _same(self, arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(self._again(self.old.tensors[arg.tensor]))
+        return tuple(self._same(item) for item in arg) if isinstance(arg, tuple) else arg
+
+
+class _Region:
+    """One region on its way into blocks."""
+
+    def __init__(self, tiling: _Tiling, given: Cut) -> None:
+        self.tiling = tiling
+        self.old = tiling.old
+        self.region = given.region
+        self.ahead = given.ahead
+        self.name = described(self.old, self.region)
+        self.slices = ranges(self.region.parts, given.count)
+        if given.count < 2 or len(self.slices) < 2:
+            raise BadRequest(
+                f"{self.name} cannot be cut into {given.count} slices: there are "
+                f"{extent(enumerate(self.region.parts))} elements to be shared out. Ask for 2 or more slices, "
+                "and for no more than that."
+            )
+        self.stages = _stages(self.old, self.region)
+        if self.ahead is not None:
+            self.stages = dict.fromkeys(self.stages, 0)
+        self._largest_bytes = max(self.old.values[each].bytes for each in self.region.axes)
+        self.whole = frozenset(self._made_whole())
         self.unscaled: dict[int, int] = {}  # what a backward makes that runs ahead, and what it makes it as
         self._ones: dict[int, int] = {}
         self._scales: dict[Factor, int] = {}  # tensors
+        for number in self.region.ops:
+            for value in self.old.ops[number].creates:
+                if value not in self.whole and not self._is_summed(value):
+                    tiling.values[value] = replace(tiling.values[value], bytes=0)
+
+    def is_in_time(self, number: int) -> bool:
+        """Whether an op runs about where it was, and not ahead."""
+        return self.ahead is None or self.old.ops[number].phase is Phase.FORWARD
 
     # What leaves a block ------------------------------------------------------------------------------
 
@@ -124,121 +318,15 @@ class _Tiling:
 
     def _is_small(self, value: int) -> bool:
         """Not worth being made again in each stage that needs it."""
-        largest = max(self.old.values[each].bytes for each in self.region.axes)
-        return self.old.values[value].bytes <= largest / 16
-
-    # The order of everything --------------------------------------------------------------------------
-
-    def graph(self) -> Graph:
-        """The tiled graph."""
-        for unit in self._units():
-            if isinstance(unit, Op):
-                self._scale(unit)
-            elif isinstance(unit, range):
-                first = len(self.ops)
-                for number in unit:
-                    self._carry_over(self.old.ops[number])
-                self._move_blocks(unit, first)
-            else:
-                self._block(unit)
-        results = tuple((name, self._again(self.old.tensors[tensor])) for name, tensor in self.old.results)
-        plain, origin, _ = _before(self.old)
-        return validate(
-            replace(
-                self.old,
-                ops=tuple(self.ops),
-                values=tuple(self.values),
-                tensors=tuple(self.tensors),
-                results=results,
-                tiled=Tiled(
-                    plain,
-                    tuple(-1 if number < 0 else origin[number] for number in self.origin),
-                    tuple(sorted(self.blocks, key=lambda block: block.first)),
-                ),
-            )
-        )
-
-    def _units(self) -> list[range | int | Op]:
-        """Ranges of ops that stay as they are, and stages, in the order in which they run.
-
-        A stage runs where its last op did. What needs its results before that waits until it is over. For an
-        op that runs ahead there is the op itself: where it was, what it made is scaled.
-        """
-        last = {stage: max(self._in_time(stage)) for stage in set(self.stages.values())}
-        found: list[range | int | Op] = []
-        waiting: dict[int, list[range]] = {}
-        unfinished: dict[int, int] = {}  # value -> the stage that it has to wait for
-        for unit in _atoms(self.old):
-            number = unit.start
-            if number in self.stages:
-                stage = self.stages[number]
-                if number > last[stage]:
-                    found.append(self.old.ops[number])
-                    continue
-                unfinished |= dict.fromkeys(self.old.ops[number].creates, stage)
-                if number == last[stage]:
-                    found.append(stage)
-                    late = waiting.pop(stage, [])
-                    for each in late:
-                        found.append(each)
-                    done = {value for value, at in unfinished.items() if at == stage}
-                    unfinished = {value: at for value, at in unfinished.items() if value not in done}
-                continue
-            touched = [value for op in unit for value in (*self.old.ops[op].reads, *self.old.ops[op].mutates)]
-            held_up = {unfinished[value] for value in touched if value in unfinished}
-            if not held_up:
-                found.append(unit)
-                continue
-            stage = max(held_up, key=lambda at: last[at])
-            self._check_may_wait(unit, last[stage])
-            unfinished |= {value: stage for op in unit for value in self.old.ops[op].creates}
-            waiting.setdefault(stage, []).append(unit)
-        return found
-
-    def _in_time(self, stage: int) -> Iterator[int]:
-        """The ops of a stage, without those that run ahead."""
-        for number, at in self.stages.items():
-            if at == stage and (self.ahead is None or self.old.ops[number].phase is Phase.FORWARD):
-                yield number
-
-    def _check_may_wait(self, unit: range, until: int) -> None:
-        ops = [self.old.ops[number] for number in unit]
-        touched = {value for op in ops for value in (*op.reads, *op.mutates, *op.updates)}
-        between = self.old.ops[unit.stop : until + 1]
-        changing = {value for op in (*ops, *between) for value in (*op.mutates, *op.updates)}
-        made = {value for op in ops for value in op.creates}
-        if any(op.random for op in ops) or (touched & changing) - made or ops[0].section < 0:
-            raise BadRequest(
-                f"{described(self.old, self.region)} is not cut into slices: {ops[0].label} would have to "
-                "wait for it, and draws random numbers or looks at what is changed in place."
-            )
-
-    def _carry_over(self, op: Op) -> None:
-        self._add(
-            replace(
-                op,
-                args=tuple(self._same(arg) for arg in op.args),
-                kwargs=tuple((name, self._same(arg)) for name, arg in op.kwargs),
-                outputs=tuple(
-                    None if output is None else self._again(self.old.tensors[output]) for output in op.outputs
-                ),
-            ),
-            op.id,
-        )
-
-    def _move_blocks(self, unit: range, first: int) -> None:
-        """Blocks of earlier tilings are where their ops are now."""
-        for block in () if self.old.tiled is None else self.old.tiled.blocks:
-            if block.first in unit:
-                moved = first + block.first - unit.start
-                self.blocks.append(replace(block, first=moved, stop=moved + block.stop - block.first))
+        return self.old.values[value].bytes <= self._largest_bytes / 16
 
     # One block ----------------------------------------------------------------------------------------
 
-    def _block(self, stage: int) -> None:
+    def block(self, stage: int) -> None:
+        """Append the block of a stage."""
         own = sorted(op for op, at in self.stages.items() if at == stage)
         ops = [self.old.ops[number] for number in self._with_repeats(own)]
-        first = len(self.ops)
+        first = len(self.tiling.ops)
         phase = self.old.ops[own[0]].phase
         self._make_ones(self.old.ops[own[-1]], phase)
         leaving = {value for number in own for value in self.old.ops[number].creates if value in self.whole}
@@ -252,14 +340,14 @@ class _Tiling:
         sums.finish(phase)
         _, origin, _ = _before(self.old)
         inner = [value for op in ops for value in op.creates if value not in self.whole]
-        self.blocks.append(
+        self.tiling.blocks.append(
             Block(
                 first,
-                len(self.ops),
+                len(self.tiling.ops),
                 tuple(origin[number] for number in own),
                 len(self.slices),
                 self.slices[-1][1],
-                described(self.old, self.region),
+                self.name,
                 max((self.old.values[value].bytes for value in inner), default=0),
             )
         )
@@ -289,13 +377,13 @@ class _Tiling:
             self._empty(op, tensor, phase)
 
     def _empty(self, op: Op, tensor: Tensor, phase: Phase) -> None:
-        self._add(
-            self.op(
+        self.tiling.add(
+            self.tiling.op(
                 op,
                 "aten.empty_strided.default",
                 (tensor.shape, tensor.stride),
                 options=_options(tensor.dtype, self.old),
-                outputs=(self.look(tensor),),
+                outputs=(self.tiling.look(tensor),),
                 creates=(tensor.value,),
                 phase=phase,
             )
@@ -309,17 +397,17 @@ class _Tiling:
         if factor == NOTHING:
             return value
         if value not in self.unscaled:
-            self.unscaled[value] = self.value(self.old.values[value].bytes, value)
+            self.unscaled[value] = self.tiling.value(self.old.values[value].bytes, value)
         return self.unscaled[value]
 
     def _make_ones(self, like: Op, phase: Phase) -> None:
         """What is taken for numbers that are not there yet."""
         for late in sorted(() if self.ahead is None else self.ahead.ones):
             dtype = next(tensor.dtype for tensor in self.old.tensors if tensor.value == late)
-            value = self._ones[late] = self.value(item_bytes(dtype), late)
-            made = self.look(Tensor(0, value, (), (), 0, dtype))
-            self._add(
-                self.op(
+            value = self._ones[late] = self.tiling.value(item_bytes(dtype), late)
+            made = self.tiling.look(Tensor(0, value, (), (), 0, dtype))
+            self.tiling.add(
+                self.tiling.op(
                     like,
                     "aten.full.default",
                     ((), 1.0),
@@ -336,8 +424,8 @@ class _Tiling:
             return tensor
         return replace(tensor, value=self._ones[tensor.value], offset=0)
 
-    def _scale(self, op: Op) -> None:
-        """What `op` made ahead, as it makes it: multiplied by what is known by now."""
+    def scale(self, op: Op) -> None:
+        """Append ops that make what `op` made: what was made ahead, multiplied by what is known by now."""
         assert self.ahead is not None, "only what runs ahead is scaled"
         for output in op.outputs:
             tensor = None if output is None else self.old.tensors[output]
@@ -345,17 +433,17 @@ class _Tiling:
                 continue
             number = self._scales_by(op, self.ahead.factors[tensor.value])
             unscaled = replace(tensor, value=self.unscaled[tensor.value], dtype=self._exact(tensor))
-            args = (Ref(self.look(unscaled)), Ref(number))
+            args = (Ref(self.tiling.look(unscaled)), Ref(number))
             if unscaled.dtype == tensor.dtype:
-                made = self.look(tensor)
-                self._add(
-                    self.op(op, "aten.mul.Tensor", args, outputs=(made,), creates=(tensor.value,))
+                made = self.tiling.look(tensor)
+                self.tiling.add(
+                    self.tiling.op(op, "aten.mul.Tensor", args, outputs=(made,), creates=(tensor.value,))
                 )
                 continue
             self._empty(op, tensor, op.phase)
-            made = self.look(tensor)
-            self._add(
-                self.op(
+            made = self.tiling.look(tensor)
+            self.tiling.add(
+                self.tiling.op(
                     op,
                     "aten.mul.out",
                     args,
@@ -378,7 +466,7 @@ class _Tiling:
         for target, values in (("aten.mul.Tensor", factor.times), ("aten.div.Tensor", factor.over)):
             for value in values:
                 dtype = next(tensor.dtype for tensor in self.old.tensors if tensor.value == value)
-                number = self.look(Tensor(0, value, (), (), 0, dtype))
+                number = self.tiling.look(Tensor(0, value, (), (), 0, dtype))
                 if target == "aten.div.Tensor":
                     number = self._never_zero(op, number)
                 if total is None and target == "aten.mul.Tensor":
@@ -393,76 +481,15 @@ class _Tiling:
     def _never_zero(self, op: Op, number: int) -> int:
         """One where a number is zero: there is nothing to be divided then, and plain kernels make zeros."""
         is_zero = self._small(op, "aten.eq.Scalar", (Ref(number), 0), "bool")
-        return self._small(op, "aten.add.Tensor", (Ref(number), Ref(is_zero)), self.tensors[number].dtype)
-
-    def _small(self, op: Op, target: str, args: tuple[Arg, ...], dtype: str) -> int:
-        value = self.value(item_bytes(dtype), self.tensors[_first(args)].value)
-        made = self.look(Tensor(0, value, (), (), 0, dtype))
-        self._add(self.op(op, target, args, outputs=(made,), creates=(value,)))
-        return made
-
-    # Building -----------------------------------------------------------------------------------------
-
-    def op(
-        self,
-        like: Op,
-        target: str,
-        args: tuple[Arg, ...],
-        *,
-        options: tuple[tuple[str, Arg], ...] = (),
-        outputs: tuple[int | None, ...] = (),
-        creates: tuple[int, ...] = (),
-        mutates: tuple[int, ...] = (),
-        part: float = 0.0,
-        phase: Phase | None = None,
-    ) -> Op:
-        """A new op where `like` was. It reads every value that it is handed."""
-        handed = [*argument_tensors(replace(like, args=args, kwargs=options))]
-        reads = tuple(dict.fromkeys(self.tensors[tensor].value for tensor in handed))
-        return replace(
-            like,
-            target=target,
-            args=args,
-            kwargs=options,
-            outputs=outputs,
-            reads=reads,
-            creates=creates,
-            mutates=mutates,
-            phase=like.phase if phase is None else phase,
-            seconds=like.seconds * part,
-            workspace_bytes=int(like.workspace_bytes * part),
-            extrapolated=True,
+        return self._small(
+            op, "aten.add.Tensor", (Ref(number), Ref(is_zero)), self.tiling.tensors[number].dtype
         )
 
-    def _add(self, op: Op, origin: int = -1) -> None:
-        self.ops.append(replace(op, id=len(self.ops)))
-        self.origin.append(origin)
-
-    def add(self, op: Op) -> None:
-        """Append an op of a block."""
-        self._add(op)
-
-    def value(self, size: int, like: int) -> int:
-        """A new value, named like an old one."""
-        old = self.values[like]
-        self.values.append(replace(old, id=len(self.values), bytes=size, role=Role.INTERMEDIATE))
-        return len(self.values) - 1
-
-    def look(self, tensor: Tensor) -> int:
-        """The id of a tensor; equal looks are one tensor."""
-        key = (tensor.value, tensor.shape, tensor.stride, tensor.offset, tensor.dtype, tensor.signs)
-        found = self._tensor_ids.setdefault(key, len(self.tensors))
-        if found == len(self.tensors):
-            self.tensors.append(replace(tensor, id=found))
-        return found
-
-    def _again(self, tensor: Tensor) -> int:
-        return self.look(tensor)
-
-    def _same(self, arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(self._again(self.old.tensors[arg.tensor]))
-        return tuple(self._same(item) for item in arg) if isinstance(arg, tuple) else arg
+    def _small(self, op: Op, target: str, args: tuple[Arg, ...], dtype: str) -> int:
+        value = self.tiling.value(item_bytes(dtype), self.tiling.tensors[_first(args)].value)
+        made = self.tiling.look(Tensor(0, value, (), (), 0, dtype))
+        self.tiling.add(self.tiling.op(op, target, args, outputs=(made,), creates=(value,)))
+        return made
 
 
 class _Slice:
@@ -470,7 +497,7 @@ class _Slice:
 
     def __init__(
         self,
-        tiling: _Tiling,
+        region: _Region,
         part: Range,
         phase: Phase,
         ops: frozenset[int],
@@ -478,7 +505,8 @@ class _Slice:
         sums: _Sums,
         number: int,
     ) -> None:
-        self.tiling = tiling
+        self.region = region
+        self.tiling = region.tiling
         self.part = part
         self.phase = phase
         self.sums = sums
@@ -489,7 +517,7 @@ class _Slice:
 
     def run(self, op: Op, is_own: bool) -> None:
         """Append the op for this slice."""
-        tiling, found = self.tiling, self.tiling.region.ops[op.id]
+        tiling, found = self.tiling, self.region.region.ops[op.id]
         args = tuple(self._arg(op, found, position, arg) for position, arg in enumerate(op.args))
         options = tuple((name, self._arg(op, found, name, arg)) for name, arg in op.kwargs)
         if found.averaged is not None:
@@ -520,7 +548,7 @@ class _Slice:
                 assert place is not None, "what is neither summed nor indexed is not made by a region"
                 made = self._slice_of(tensor, place)
                 if tensor.value in self._leaving and is_own:
-                    buffer = replace(tensor, value=tiling.made_as(tensor.value))
+                    buffer = replace(tensor, value=self.region.made_as(tensor.value))
                     copies.append((tiling.look(narrowed(buffer, place, self.part)), made))
             outputs.append(made)
             creates.append(tiling.tensors[made].value)
@@ -559,7 +587,7 @@ class _Slice:
     @property
     def _share(self) -> float:
         """Which part of everything this slice is."""
-        return (self.part[1] - self.part[0]) / extent(enumerate(self.tiling.region.parts))
+        return (self.part[1] - self.part[0]) / extent(enumerate(self.region.region.parts))
 
     def _call(self, op: Op, target: str, changed: int, other: int) -> None:
         tiling = self.tiling
@@ -600,8 +628,8 @@ class _Slice:
         tensor = self.tiling.old.tensors[arg.tensor]
         place = found.takes.get(slot)
         if place is None:
-            return Ref(self.tiling.look(self.tiling.meanwhile(tensor)))
-        narrow = self.tiling.meanwhile(narrowed(tensor, place, self.part))
+            return Ref(self.tiling.look(self.region.meanwhile(tensor)))
+        narrow = self.region.meanwhile(narrowed(tensor, place, self.part))
         if tensor.value not in self._made:
             return Ref(self.tiling.look(narrow))
         value, compact = self._made[tensor.value]
@@ -624,8 +652,9 @@ class _Slice:
 class _Sums:
     """What a block adds up over its slices."""
 
-    def __init__(self, tiling: _Tiling) -> None:
-        self.tiling = tiling
+    def __init__(self, region: _Region) -> None:
+        self.region = region
+        self.tiling = region.tiling
         self._totals: dict[int, int] = {}  # an old value, and the tensor that it is added up in
         self._last: dict[int, tuple[Op, Tensor]] = {}
         self._averaged: dict[int, tuple[Op, Passage]] = {}
@@ -645,12 +674,12 @@ class _Sums:
 
     def part(self, op: Op, number: int, tensor: Tensor) -> int:
         """The tensor that a slice makes: the first one is the total itself, if it is exact enough."""
-        found = self.tiling.region.ops[op.id].averaged
+        found = self.region.region.ops[op.id].averaged
         averaged = found is not None and found.result == number
         if averaged and found is not None:
-            self._averaged[tensor.value] = (op, self.tiling.region.ops[op.id])
+            self._averaged[tensor.value] = (op, self.region.region.ops[op.id])
         if tensor.value not in self._totals and tensor.dtype not in _HALF and not averaged:
-            total = replace(tensor, value=self.tiling.made_as(tensor.value))
+            total = replace(tensor, value=self.region.made_as(tensor.value))
             self._totals[tensor.value] = self.tiling.look(total)
             return self._totals[tensor.value]
         value = self.tiling.value(self.tiling.old.values[tensor.value].bytes, tensor.value)
@@ -676,7 +705,7 @@ class _Sums:
                 )
             )
         elif tensor.dtype in _HALF:
-            into = tiling.made_as(tensor.value)
+            into = self.region.made_as(tensor.value)
             if into != tensor.value:
                 tiling.values[into] = replace(
                     tiling.values[into], bytes=tiling.values[into].bytes // item_bytes(tensor.dtype) * 4
@@ -709,7 +738,7 @@ class _Sums:
     def finish(self, phase: Phase) -> None:
         """Make of the totals what the plain ops made."""
         for value, (op, tensor) in self._last.items():
-            if tensor.dtype in _HALF and value not in self.tiling.unscaled:
+            if tensor.dtype in _HALF and value not in self.region.unscaled:
                 self._cast(op, self._totals[value], tensor.dtype, value, phase)
         for value, (op, found) in self._averaged.items():
             assert found.averaged is not None

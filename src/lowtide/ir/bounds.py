@@ -17,6 +17,15 @@ def least_peak_bytes(graph: Graph) -> tuple[int, Op | None]:
     every schedule in which ops run for the first time in graph order.
     """
     held = allocator_of(graph.device).held
+    needed = needed_bytes(graph)
+    resident_bytes = sum(held(graph.counted_bytes(value)) for value in graph.resident)
+    largest = max(graph.ops, key=lambda op: needed[op.id], default=None)
+    return resident_bytes + (0 if largest is None else needed[largest.id]), largest
+
+
+def needed_bytes(graph: Graph) -> list[int]:
+    """For each op what has to be there while it runs for the first time, beside what is resident."""
+    held = allocator_of(graph.device).held
     lasting = _lasting(graph)
     changes = [0] * (len(graph.ops) + 1)
     for value, stop in lasting.items():
@@ -34,9 +43,7 @@ def least_peak_bytes(graph: Graph) -> tuple[int, Op | None]:
         touched_bytes = sum(held(graph.counted_bytes(value)) for value in passing)
         return op.workspace_bytes + lasting_bytes[op.id] + touched_bytes
 
-    resident_bytes = sum(held(graph.counted_bytes(value)) for value in graph.resident)
-    largest = max(graph.ops, key=needed, default=None)
-    return resident_bytes + (0 if largest is None else needed(largest)), largest
+    return [needed(op) for op in graph.ops]
 
 
 def _lasting(graph: Graph) -> dict[int, int]:

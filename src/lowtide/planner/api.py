@@ -63,6 +63,7 @@ def plan(
     name: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     verify: bool = False,
+    tiles: bool = False,
 ) -> Solution | GraphSolution:
     """Plan what to recompute when `model` trains on a batch like `example`.
 
@@ -102,7 +103,7 @@ def plan(
     method = method or default_method(asked)
     chosen = at_effort(method, effort)
     example, loss = declared(example, loss, target)
-    spec = StepSpec(model, example, loss, optimizer, accumulate, device, profile, name, progress)
+    spec = StepSpec(model, example, loss, optimizer, accumulate, device, profile, name, progress, tiles)
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
         ladder = Ladder(spec, chosen)
@@ -139,6 +140,7 @@ def optimize(
     profile: bool = True,
     progress: Progress | None = None,
     verify: bool = False,
+    tiles: bool = False,
 ) -> Model:
     """Plan and apply at once: `model` itself, now within the budget when it trains.
 
@@ -184,6 +186,7 @@ def optimize(
         device=device,
         profile=profile,
         progress=progress,
+        tiles=tiles,
     )
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)

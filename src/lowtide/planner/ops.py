@@ -13,6 +13,7 @@ import torch
 
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.step_graph import step_graph
+from lowtide.cost.price import with_costs
 from lowtide.errors import InfeasibleBudget
 from lowtide.execute.apply import set_aside
 from lowtide.execute.circumstances import circumstances
@@ -24,6 +25,7 @@ from lowtide.solvers import solve
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
+from lowtide.solvers.tiling import best_tiled
 from lowtide.text.budget import LOWEST, Budget
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.spec import StepSpec
@@ -86,20 +88,48 @@ class StepBudget:
     def within(self, method: str | Scheduler, budget: Budget) -> GraphSolution:
         """The same, for a budget that has been read; without one, the lowest peak."""
         wanted = budget.bytes_of(lambda: self.plain_peak_bytes)
+        if not self.spec.tiles:
+            return self._labelled(self._solved(self.graph, method, wanted), wanted)
+        return self._labelled(self._in_slices(method, wanted), wanted)
+
+    def _solved(self, graph: Graph, method: str | Scheduler, wanted: int | None) -> GraphSolution:
+        """What a method makes of a graph of the step."""
         if wanted is None:
-            return self._labelled(solve(self.graph, method, LOWEST), None)
-        found = solved_within(
+            return solve(graph, method, LOWEST)
+        return solved_within(
             wanted,
-            lambda aim: solve(self.graph, method, LOWEST if aim is None else aim),
+            lambda aim: solve(graph, method, LOWEST if aim is None else aim),
             self.promised_bytes,
             lambda least: self._refusal(least, wanted),
         )
-        return self._labelled(found, wanted)
+
+    def _in_slices(self, method: str | Scheduler, wanted: int | None) -> GraphSolution:
+        """The best of the step as it is and of it with regions in slices."""
+        refusals: list[InfeasibleBudget] = []
+
+        def solved(graph: Graph) -> GraphSolution | None:
+            try:
+                return self._solved(graph, method, wanted)
+            except InfeasibleBudget as refusal:
+                refusals.append(refusal)
+                return None
+
+        found = best_tiled(
+            self.graph,
+            lambda graph: with_costs(graph, self.spec.progress) if self.spec.profile else graph,
+            solved,
+            lambda graph: solve(graph, method, LOWEST),
+            is_lowest=wanted is None,
+        )
+        if found is None:
+            raise min(refusals, key=lambda refusal: refusal.least_bytes)
+        return found
 
     def promised_bytes(self, solution: GraphSolution) -> int:
         """What a budget must hold for `solution` to be safe."""
-        peak_bytes = allocated_bytes(self.graph, solution.schedule, solution.timeline.peak_bytes)
-        return promised_bytes(peak_bytes, solution.timeline.resident_bytes, self.graph.device)
+        graph = solution.graph
+        peak_bytes = allocated_bytes(graph, solution.schedule, solution.timeline.peak_bytes)
+        return promised_bytes(peak_bytes, solution.timeline.resident_bytes, graph.device)
 
     def _refusal(self, least: GraphSolution, wanted: int) -> InfeasibleBudget:
         running = least.timeline.peak_op

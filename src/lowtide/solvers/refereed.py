@@ -58,7 +58,9 @@ def _scheduled(graph: Graph, method: Scheduler, budget: Budget) -> GraphSolution
     started = time.perf_counter()
     budget_bytes = budget.bytes_of(lambda: simulate(graph, straight(graph)).peak_bytes)
     blocks = contracted(graph)
-    answer = method.lowest(blocks.graph) if budget_bytes is None else method.within(blocks.graph, budget_bytes)
+    answer = (
+        method.lowest(blocks.graph) if budget_bytes is None else method.within(blocks.graph, budget_bytes)
+    )
     seconds = time.perf_counter() - started
     if answer is None:
         raise _infeasible(graph, method, budget_bytes or 0)

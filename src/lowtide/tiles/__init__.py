@@ -1,1 +1,1 @@
-"""Below one op: stretches of a step that run slice by slice, along a dimension that their ops treat independently."""
+"""Below one op: stretches of a step in slices, along a dimension that their ops treat independently."""

@@ -86,7 +86,8 @@ def narrowed(tensor: Tensor, place: Place, part: Range) -> Tensor:
             shape[dim] = last - first
             offset += first * tensor.stride[dim]
         if last - first > 1:
-            assert start % inner == 0 and stop % inner == 0, "ranges are cut where all places allow it"
+            assert not start % inner, "ranges are cut where all places allow it"
+            assert not stop % inner, "ranges are cut where all places allow it"
             break
         start, stop = start - first * inner, stop - first * inner
     return replace(tensor, shape=tuple(shape), offset=offset)

@@ -25,6 +25,10 @@ class Contracted:
     graph: Graph
     insides: tuple[tuple[Step, ...], ...]  # for each op the steps that it stands for
 
+    def origin(self, number: int) -> int:
+        """The first op that one of the contracted graph stands for."""
+        return next(step.runs for step in self.insides[number] if step.runs is not None)
+
     def expanded(self, schedule: Schedule) -> Schedule:
         """What a schedule of the contracted graph means for the graph itself."""
         steps: list[Step] = []

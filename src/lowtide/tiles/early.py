@@ -1,8 +1,8 @@
 """The backward of a region that ends in a loss, run with its forward: slices need not be made twice.
 
-What the backward is given late, the gradient of the loss and sums over all slices, are single numbers, and all
-that it makes is proportional to them. So it is run with ones in their place, and what it has made is scaled when
-they are there:
+What the backward is given late, the gradient of the loss and sums over all slices, are single numbers, and
+all that it makes is proportional to them. So it is run with ones in their place, and what it has made is
+scaled when they are there:
 
     plain    y = f(x[i])           …  g · df/dx[i]
     early    y, u = f, df/dx[i]    …  g · u
@@ -45,8 +45,10 @@ NOTHING = Factor()
 
 @dataclass(frozen=True)
 class Early:
-    """How the backward of a region is run early: the factor of each value that it makes, and what is taken for
-    one meanwhile."""
+    """How the backward of a region is run early.
+
+    `factors` has one for each value that it makes; `ones` are the values that are taken for one meanwhile.
+    """
 
     factors: Mapping[int, Factor]
     ones: frozenset[int]

@@ -28,7 +28,7 @@ _FREE = ""
 
 @dataclass(frozen=True)
 class Averaged:
-    """A result that is a mean: in slices it is a sum, if `position` is set to `number`, and divided in the end."""
+    """A result that is a mean: a sum, if argument `position` is `number`, that is divided in the end."""
 
     result: int
     by: int  # the result that it is divided by
@@ -92,6 +92,10 @@ Rule: TypeAlias = Callable[[Call], Labelled | None]
 RULES: dict[str, Rule] = {}
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 def slots(op: Op) -> Iterator[tuple[Slot, int]]:
     """The tensors that an op is called with, and where."""
     given: list[tuple[int | str, Arg]] = [*enumerate(op.args), *op.kwargs]
@@ -135,113 +139,21 @@ def _stretched(shape: tuple[int, ...], to: tuple[int, ...]) -> Labels | None:
 
 # Element by element ---------------------------------------------------------------------------------------
 
-
-@_rule(
-    *[
-        "_to_copy",
-        "abs",
-        "acos",
-        "add",
-        "addcdiv",
-        "addcmul",
-        "asin",
-        "atan",
-        "atan2",
-        "bitwise_and",
-        "bitwise_not",
-        "bitwise_or",
-        "bitwise_xor",
-        "ceil",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "clone",
-        "copysign",
-        "cos",
-        "cosh",
-        "div",
-        "elu",
-        "elu_backward",
-        "eq",
-        "erf",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "fill",
-        "floor",
-        "floor_divide",
-        "fmod",
-        "full_like",
-        "ge",
-        "gelu",
-        "gelu_backward",
-        "gt",
-        "hardsigmoid",
-        "hardsigmoid_backward",
-        "hardswish",
-        "hardswish_backward",
-        "hardtanh",
-        "hardtanh_backward",
-        "hypot",
-        "isfinite",
-        "isinf",
-        "isnan",
-        "le",
-        "leaky_relu",
-        "leaky_relu_backward",
-        "lerp",
-        "log",
-        "log10",
-        "log1p",
-        "log2",
-        "logaddexp",
-        "logical_and",
-        "logical_not",
-        "logical_or",
-        "logical_xor",
-        "lt",
-        "masked_fill",
-        "maximum",
-        "minimum",
-        "mish",
-        "mish_backward",
-        "mul",
-        "native_dropout_backward",
-        "ne",
-        "neg",
-        "ones_like",
-        "pow",
-        "reciprocal",
-        "relu",
-        "remainder",
-        "round",
-        "rsqrt",
-        "rsub",
-        "sgn",
-        "sigmoid",
-        "sigmoid_backward",
-        "sign",
-        "silu",
-        "silu_backward",
-        "sin",
-        "sinh",
-        "softplus",
-        "softplus_backward",
-        "sqrt",
-        "square",
-        "sub",
-        "tan",
-        "tanh",
-        "tanh_backward",
-        "threshold_backward",
-        "trunc",
-        "where",
-        "xlogy",
-        "zeros_like",
-        "empty_like",
-    ]
+_POINTWISE = _words(
+    "_to_copy abs acos add addcdiv addcmul asin atan atan2 bitwise_and bitwise_not bitwise_or "
+    "bitwise_xor ceil clamp clamp_max clamp_min clone copysign cos cosh div elu elu_backward eq "
+    "erf erfc exp exp2 expm1 fill floor floor_divide fmod full_like ge gelu gelu_backward gt "
+    "hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward "
+    "hypot isfinite isinf isnan le leaky_relu leaky_relu_backward lerp log log10 log1p log2 "
+    "logaddexp logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum "
+    "mish mish_backward mul native_dropout_backward ne neg ones_like pow reciprocal relu "
+    "remainder round rsqrt rsub sgn sigmoid sigmoid_backward sign silu silu_backward sin sinh "
+    "softplus softplus_backward sqrt square sub tan tanh tanh_backward threshold_backward trunc "
+    "where xlogy zeros_like empty_like "
 )
+
+
+@_rule(*_POINTWISE)
 def _pointwise(call: Call) -> Labelled | None:
     shape = call.made()
     takes = {slot: _stretched(given, shape) for slot, given in call.tensors()}
@@ -572,40 +484,18 @@ def _distance(call: Call) -> Labelled | None:
 
 # What is linear in an argument ----------------------------------------------------------------------------
 
-# Positions of the arguments in each of which alone the (first) results are linear, other arguments being held.
+_IN_THE_FIRST = _words(
+    "div neg sum _to_copy clone slice_backward select_backward constant_pad_nd nll_loss_backward "
+    "nll_loss2d_backward _log_softmax_backward_data _softmax_backward_data embedding_dense_backward "
+    "convolution_backward native_layer_norm_backward _fused_rms_norm_backward "
+    "native_dropout_backward gelu_backward silu_backward tanh_backward sigmoid_backward "
+    "hardtanh_backward leaky_relu_backward threshold_backward native_group_norm_backward "
+    "avg_pool2d_backward max_pool2d_with_indices_backward "
+)
+
+# Positions of the arguments in each of which alone all results are linear, the others being held.
 LINEAR: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("mm", "bmm", "mul"), (0, 1)),
-    **dict.fromkeys(
-        [
-            "div",
-            "neg",
-            "sum",
-            "_to_copy",
-            "clone",
-            "slice_backward",
-            "select_backward",
-            "constant_pad_nd",
-            "nll_loss_backward",
-            "nll_loss2d_backward",
-            "_log_softmax_backward_data",
-            "_softmax_backward_data",
-            "embedding_dense_backward",
-            "convolution_backward",
-            "native_layer_norm_backward",
-            "_fused_rms_norm_backward",
-            "native_dropout_backward",
-            "gelu_backward",
-            "silu_backward",
-            "tanh_backward",
-            "sigmoid_backward",
-            "hardtanh_backward",
-            "leaky_relu_backward",
-            "threshold_backward",
-            "native_group_norm_backward",
-            "avg_pool2d_backward",
-            "max_pool2d_with_indices_backward",
-        ],
-        (0,),
-    ),
+    **dict.fromkeys(_IN_THE_FIRST, (0,)),
 }
 SUMS = frozenset({"add", "sub"})  # linear in both arguments together

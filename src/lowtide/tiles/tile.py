@@ -3,8 +3,8 @@
     stage    ops of a region that can run in one go over the slices: what a later op needs whole, a sum over
              all slices say, has to be complete before
     block    the code of one stage: buffers for what leaves it, then the slices, one after the other
-    repeat   an op of an earlier stage that a block runs again, slice by slice, for what it makes is never there
-             as a whole
+    repeat   an op of an earlier stage that a block runs again, slice by slice, for what it makes is never
+             there as a whole
 
     plain      x ─ A ─ large ─ B ─ y          tiled      x[i] ─ A ─ part ─ B ─ y[i]      for each i
 
@@ -126,9 +126,9 @@ class _Tiling:
         op that runs ahead there is the op itself: where it was, what it made is scaled.
         """
         last: dict[Stage, int] = {}
-        for number, stage in self._stages.items():
-            if stage[0].is_in_time(number):
-                last[stage] = max(number, last.get(stage, -1))
+        for number, own in self._stages.items():
+            if own[0].is_in_time(number):
+                last[own] = max(number, last.get(own, -1))
         found: list[range | Stage | Op] = []
         waiting: dict[Stage, list[range]] = {}
         unfinished: dict[int, Stage] = {}  # value -> the stage that it has to wait for
@@ -263,7 +263,7 @@ class _Region:
         if given.count < 2 or len(self.slices) < 2:
             raise BadRequest(
                 f"{self.name} cannot be cut into {given.count} slices: there are "
-                f"{extent(enumerate(self.region.parts))} elements to be shared out. Ask for 2 or more slices, "
+                f"{extent(enumerate(self.region.parts))} elements to share out. Ask for 2 or more slices, "
                 "and for no more than that."
             )
         self.stages = _stages(self.old, self.region)

@@ -19,6 +19,7 @@ class StepSpec:
 
     `accumulate` counts the backward calls between two updates. `device` is where the step will run, by
     default where the model is. With `profile` ops have costs, and `progress` is told while they are found.
+    With `tiles` stretches of the step may run in slices.
     """
 
     model: nn.Module
@@ -30,6 +31,7 @@ class StepSpec:
     profile: bool = True
     name: str | None = None
     progress: Progress | None = None
+    tiles: bool = False
 
 
 # A step that is settled but for its model and batch. It is kept by the model that it is for, and so it must

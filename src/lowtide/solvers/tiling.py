@@ -1,0 +1,276 @@
+"""Which regions of a step to run in slices, and in how many.
+
+    need      what has to be there while an op runs, whatever is recomputed; where it is largest, a region is
+              proposed
+    family    that region, and those around ops like its seed: every block of a model has the same
+    rung      a graph with more in slices than the one before, so that less is needed; the first has none
+
+A budget is kept by the rung whose best schedule takes the least time. So what slices save is spent on keeping
+what would be recomputed, and what does not pay is not cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lowtide.errors import BadRequest
+from lowtide.ir.bounds import needed_bytes
+from lowtide.ir.graph import Graph, Op, Phase
+from lowtide.ir.simulate import allocator_of
+from lowtide.solvers.solution import GraphSolution
+from lowtide.tiles.blocks import TARGET, contracted
+from lowtide.tiles.early import early
+from lowtide.tiles.region import Region, grown, largest
+from lowtide.tiles.tile import Cut, cut
+
+COUNTS = (2, 4, 8, 16, 32)
+MOST_RUNGS = 6
+_FAST = 1.01  # times the time of plain training: a plan that takes no more need not be improved on
+_NEAR = 1.02  # times what is needed: a schedule that peaks there peaks where no schedule can do without
+_PAYS = 0.99  # of what was needed before: what does not lower it by more is not worth its time
+_PARTS = 4  # what a region at the peak of a schedule takes is to be so much less
+_ALIKE = 1.02  # of the least that is needed: ways that are as good as that are told apart by their time
+
+
+@dataclass(frozen=True)
+class Family:
+    """Regions that are cut in the same way."""
+
+    cuts: tuple[Cut, ...]
+
+    @cached_property
+    def ops(self) -> frozenset[int]:
+        """All of their ops."""
+        return frozenset(number for each in self.cuts for number in each.region.ops)
+
+    def into(self, count: int) -> Family:
+        """The same in `count` slices."""
+        return Family(tuple(replace(each, count=count) for each in self.cuts))
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A graph, and the families of the plain one that are in slices there."""
+
+    plain: Graph
+    families: tuple[Family, ...] = ()
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The graph with slices."""
+        cuts = [each for family in self.families for each in family.cuts]
+        return cut(self.plain, cuts) if cuts else self.plain
+
+    @cached_property
+    def ops(self) -> frozenset[int]:
+        """The ops of the plain graph that are in slices."""
+        return frozenset(number for family in self.families for number in family.ops)
+
+    def lower(self) -> Rung | None:
+        """The next rung; None if nothing that can be cut lowers what is needed."""
+        whole = contracted(self.graph)
+        needed = needed_bytes(whole.graph)
+        worst = max(range(len(needed)), key=needed.__getitem__, default=None)
+        if worst is None:
+            return None
+        seed = self._plain_op(whole.origin(worst))
+        if seed is None:
+            return self._finer(whole.origin(worst), needed[worst])
+        best = min(self._ways(seed, needed[worst]), default=None)
+        return None if best is None else self._with(best.family)
+
+    def lower_at(self, number: int) -> Rung | None:
+        """A rung with slices where a schedule of this one peaks, at op `number`.
+
+        No single op needs what it holds there. But every byte less is one for what is recomputed otherwise.
+        """
+        seed = self._plain_op(number)
+        if seed is None:
+            return None
+        needed = _touched(self.plain, seed)
+        best = min(self._ways(seed, needed, within=needed // _PARTS), default=None)
+        return None if best is None else self._with(best.family)
+
+    def _with(self, family: Family) -> Rung:
+        return replace(self, families=(*self.families, family))
+
+    def _plain_op(self, number: int) -> Op | None:
+        """The op of the plain graph that an op is; None if it is in a block."""
+        tiled = self.graph.tiled
+        origin = number if tiled is None else tiled.origin[number]
+        return None if origin < 0 else self.plain.ops[origin]
+
+    def _finer(self, first: int, needed: int) -> Rung | None:
+        """With more slices in the family that the block at `first` is of."""
+        assert self.graph.tiled is not None, "only then there are blocks"
+        block = next(block for block in self.graph.tiled.blocks if block.first == first)
+        for at, family in enumerate(self.families):
+            if block.ops[0] not in family.ops:
+                continue
+            for count in COUNTS:
+                if count <= max(each.count for each in family.cuts):
+                    continue
+                finer = (*self.families[:at], family.into(count), *self.families[at + 1 :])
+                rung = replace(self, families=finer)
+                if rung.buildable and max(needed_bytes(contracted(rung.graph).graph)) < _PAYS * needed:
+                    return rung
+        return None
+
+    @cached_property
+    def _needed(self) -> list[int]:
+        return needed_bytes(self.plain)
+
+    @cached_property
+    def buildable(self) -> bool:
+        """Whether its regions can be cut as often as that."""
+        try:
+            return bool(self.graph.ops)
+        except BadRequest:
+            return False
+
+    def _ways(self, seed: Op, needed: int, within: int | None = None) -> Iterator[_Way]:
+        """Ways to cut what `seed` needs that help, and how well they do."""
+        allowed = frozenset(range(len(self.plain.ops))) - self.ops
+        in_backward = frozenset(op.id for op in self.plain.ops if op.phase is Phase.BACKWARD)
+        for dims in _dimensions(self.plain, seed):
+            for only in (allowed, allowed & in_backward):
+                region = grown(self.plain, seed.id, dims, only=only)
+                if isinstance(region, str):
+                    continue
+                for way in self._counts(seed, dims, region, only, needed, within):
+                    if way.needed < _PAYS * needed:
+                        yield way
+
+    def _counts(
+        self,
+        seed: Op,
+        dims: Sequence[int],
+        region: Region,
+        only: frozenset[int],
+        needed: int,
+        within: int | None,
+    ) -> Iterator[_Way]:
+        """One region and those like it, in as many slices as it takes until something else needs more.
+
+        Or, if they are to be `within` so many bytes, until they are.
+        """
+        ahead = early(self.plain, region)
+        regions = [region, *self._others(seed, dims, region, only)]
+        inside = {number for each in regions for number in each.ops}
+        others = (each for number, each in enumerate(self._needed) if number not in inside | self.ops)
+        rest = max(others, default=0) if within is None else within
+        reached = math.inf
+        for count in COUNTS:
+            try:
+                alone = cut(self.plain, [Cut(region, count, ahead)])
+            except BadRequest:
+                return
+            whole = contracted(alone)
+            blocks = [op for op in whole.graph.ops if op.target == TARGET]
+            needs = needed_bytes(whole.graph)
+            of_blocks = max(needs[op.id] if within is None else _touched(whole.graph, op) for op in blocks)
+            if of_blocks > _PAYS * reached:
+                return
+            reached = of_blocks
+            extra = sum(op.seconds for op in alone.ops) - sum(op.seconds for op in self.plain.ops)
+            cuts = tuple(Cut(each, count, early(self.plain, each)) for each in regions)
+            yield _Way(max(of_blocks, rest), extra * len(regions), count, Family(cuts))
+            if of_blocks <= rest:
+                return
+
+    def _others(
+        self, seed: Op, dims: Sequence[int], region: Region, only: frozenset[int]
+    ) -> Iterator[Region]:
+        """Regions like `region`, around ops like `seed`."""
+        alike, taken = _kind(self.plain, seed), set(region.ops)
+        for op in self.plain.ops:
+            if op.id in taken or op.id not in only or _kind(self.plain, op) != alike:
+                continue
+            found = grown(self.plain, op.id, dims, only=only)
+            if isinstance(found, Region) and taken.isdisjoint(found.ops) and found.parts == region.parts:
+                taken |= found.ops.keys()
+                yield found
+
+
+def best_tiled(
+    graph: Graph,
+    price: Callable[[Graph], Graph],
+    solve: Callable[[Graph], GraphSolution | None],
+    lowest: Callable[[Graph], GraphSolution],
+    is_lowest: bool,
+) -> GraphSolution | None:
+    """The best that `solve` makes of `graph` in slices, or of the graph as it is; None if all of that fails.
+
+    The best is what takes the least time in all, or what peaks lowest if `is_lowest`. `price` tells what
+    slices cost, and `lowest` finds the lowest peak of a graph.
+    """
+    found: list[GraphSolution] = []
+    rung: Rung | None = Rung(graph)
+    for _ in range(MOST_RUNGS):
+        if rung is None:
+            break
+        priced = price(rung.graph) if rung.families else graph
+        solution = solve(priced)
+        if solution is not None:
+            found.append(solution)
+            if not is_lowest and _takes(solution) <= _FAST * sum(op.seconds for op in graph.ops):
+                break
+        rung = _next(rung, solution or lowest(priced))
+    return min(
+        found,
+        key=lambda each: (each.peak_bytes, _takes(each)) if is_lowest else (_takes(each), 0),
+        default=None,
+    )
+
+
+def _next(rung: Rung, solution: GraphSolution) -> Rung | None:
+    """A rung that has less where this solution peaks."""
+    peak = solution.timeline.peak_op
+    if peak is None or solution.peak_bytes <= _NEAR * solution.lower_bound_bytes:
+        return rung.lower()
+    return rung.lower_at(peak.id) or rung.lower()
+
+
+def _takes(solution: GraphSolution) -> float:
+    return solution.seconds + solution.extra_seconds
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A family to cut: what is needed then, and what it takes."""
+
+    needed: int
+    extra_seconds: float
+    count: int
+    family: Family
+
+    def __lt__(self, other: _Way) -> bool:
+        if self.needed > _ALIKE * other.needed or other.needed > _ALIKE * self.needed:
+            return self.needed < other.needed
+        return (self.extra_seconds, self.count) < (other.extra_seconds, other.count)
+
+
+def _touched(graph: Graph, op: Op) -> int:
+    """What an op reads, makes and takes beside."""
+    held = allocator_of(graph.device).held
+    touched = {value for value in (*op.reads, *op.mutates, *op.creates) if value in graph.creator}
+    return op.workspace_bytes + sum(held(graph.counted_bytes(value)) for value in touched)
+
+
+def _dimensions(graph: Graph, seed: Op) -> Iterator[tuple[int, ...]]:
+    """Along what the largest tensor of an op may be cut: its leading dimensions together, or any alone."""
+    _, number = largest(graph, seed)
+    shape = graph.tensors[number].shape
+    leading = (tuple(range(stop)) for stop in range(1, len(shape)))
+    for dims in dict.fromkeys((*leading, *((dim,) for dim in range(len(shape))))):
+        if any(shape[dim] > 1 for dim in dims):
+            yield dims
+
+
+def _kind(graph: Graph, op: Op) -> tuple[object, ...]:
+    """What ops have in common that are alike: kernel, phase, and shapes."""
+    shapes = tuple(None if made is None else graph.tensors[made].shape for made in op.outputs)
+    return op.target, op.phase, op.section, shapes

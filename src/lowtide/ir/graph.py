@@ -179,8 +179,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The ops from `first` up to, not including, `stop`: they do in `count` slices what `ops` of the plain graph
-    did at once.
+    """The ops from `first` up to, not including, `stop`, in `count` slices: what `ops` did at once before.
 
     `where` names the region in the model and `extent` is how long the dimension is that is sliced.
     `spared_bytes` are those of the largest tensor that is never there as a whole.
@@ -200,7 +199,7 @@ class Tiled:
     """What a graph was before some of its ops were cut into slices.
 
     `origin` has for each op of the graph its number in `plain`; -1 for those in `blocks`. Values that are in
-    both have equal ids; those that are gone, since they are there in slices only, have no bytes and no creator.
+    both have equal ids; those that are gone, being there in slices only, have no bytes and no creator.
     """
 
     plain: Graph

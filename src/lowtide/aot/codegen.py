@@ -414,7 +414,7 @@ def look(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], step
 
 
 def as_planned(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """`tensor`, copied if a kernel has laid it out otherwise than the graph says, by which others look at it."""
+    """`tensor`, copied if a kernel has laid it out otherwise than the graph says, for its strides."""
     if same(shape, tensor.stride(), stride):
         return tensor
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

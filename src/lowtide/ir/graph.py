@@ -178,7 +178,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Tile:
     """The ops from `first` up to, not including, `stop`, in `count` slices: what `ops` did at once before.
 
     `where` names the region in the model and `extent` is how long the dimension is that is sliced.
@@ -204,7 +204,7 @@ class Tiled:
 
     plain: Graph
     origin: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[Tile, ...]
 
     @cached_property
     def ops(self) -> frozenset[int]:

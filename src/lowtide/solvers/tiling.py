@@ -36,7 +36,7 @@ _ALIKE = 1.02  # of the least that is needed: ways that are as good as that are 
 
 
 @dataclass(frozen=True)
-class Family:
+class Alike:
     """Regions that are cut in the same way."""
 
     cuts: tuple[Cut, ...]
@@ -46,9 +46,9 @@ class Family:
         """All of their ops."""
         return frozenset(number for each in self.cuts for number in each.region.ops)
 
-    def into(self, count: int) -> Family:
+    def into(self, count: int) -> Alike:
         """The same in `count` slices."""
-        return Family(tuple(replace(each, count=count) for each in self.cuts))
+        return Alike(tuple(replace(each, count=count) for each in self.cuts))
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Rung:
     """A graph, and the families of the plain one that are in slices there."""
 
     plain: Graph
-    families: tuple[Family, ...] = ()
+    families: tuple[Alike, ...] = ()
 
     @cached_property
     def graph(self) -> Graph:
@@ -94,7 +94,7 @@ class Rung:
         best = min(self._ways(seed, needed, within=needed // _PARTS), default=None)
         return None if best is None else self._with(best.family)
 
-    def _with(self, family: Family) -> Rung:
+    def _with(self, family: Alike) -> Rung:
         return replace(self, families=(*self.families, family))
 
     def _plain_op(self, number: int) -> Op | None:
@@ -177,7 +177,7 @@ class Rung:
             reached = of_blocks
             extra = sum(op.seconds for op in alone.ops) - sum(op.seconds for op in self.plain.ops)
             cuts = tuple(Cut(each, count, early(self.plain, each)) for each in regions)
-            yield _Way(max(of_blocks, rest), extra * len(regions), count, Family(cuts))
+            yield _Way(max(of_blocks, rest), extra * len(regions), count, Alike(cuts))
             if of_blocks <= rest:
                 return
 
@@ -245,7 +245,7 @@ class _Way:
     needed: int
     extra_seconds: float
     count: int
-    family: Family
+    family: Alike
 
     def __lt__(self, other: _Way) -> bool:
         if self.needed > _ALIKE * other.needed or other.needed > _ALIKE * self.needed:

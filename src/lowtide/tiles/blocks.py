@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from lowtide.ir.graph import Block, Graph, Op, Ref, Tiled
+from lowtide.ir.graph import Graph, Op, Ref, Tile, Tiled
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
 from lowtide.ir.simulate import allocator_of
 
@@ -73,7 +73,7 @@ def _contracted(graph: Graph, tiled: Tiled) -> Contracted:
     return Contracted(replace(graph, ops=tuple(ops), values=tuple(values), tiled=None), tuple(insides))
 
 
-def _as_one(graph: Graph, block: Block) -> tuple[Op, frozenset[int]]:
+def _as_one(graph: Graph, block: Tile) -> tuple[Op, frozenset[int]]:
     """A block as one op, and the values that nobody else sees."""
     ops = graph.ops[block.first : block.stop]
     made = [value for op in ops for value in op.creates]
@@ -117,7 +117,7 @@ def _handed(op: Op) -> Iterator[int]:
                 yield each.tensor
 
 
-def _inside(graph: Graph, block: Block, inner: frozenset[int]) -> Iterator[Step]:
+def _inside(graph: Graph, block: Tile, inner: frozenset[int]) -> Iterator[Step]:
     """The ops of a block in turn; what nobody else sees is freed after its last use."""
     last: dict[int, int] = {}
     for op in graph.ops[block.first : block.stop]:
@@ -130,7 +130,7 @@ def _inside(graph: Graph, block: Block, inner: frozenset[int]) -> Iterator[Step]
         yield from (Free(value) for value in sorted(dying.get(number, ())))
 
 
-def _held_inside(graph: Graph, block: Block, inner: frozenset[int]) -> int:
+def _held_inside(graph: Graph, block: Tile, inner: frozenset[int]) -> int:
     """The most that a block holds beside what it is given and what it leaves behind."""
     held = allocator_of(graph.device).held
     live = most = 0

@@ -48,7 +48,7 @@ class Labelled:
     averaged: Averaged | None = None
 
 
-class Call:
+class OpView:
     """An op, as its rule sees it."""
 
     def __init__(self, graph: Graph, op: Op) -> None:
@@ -88,7 +88,7 @@ class Call:
             yield slot, self.graph.tensors[tensor].shape
 
 
-Rule: TypeAlias = Callable[[Call], Labelled | None]
+Rule: TypeAlias = Callable[[OpView], Labelled | None]
 RULES: dict[str, Rule] = {}
 
 
@@ -109,7 +109,7 @@ def slots(op: Op) -> Iterator[tuple[Slot, int]]:
 def labelled(graph: Graph, op: Op) -> Labelled | None:
     """The labels of an op; None where there is no rule for it, or none for how it is called."""
     rule = RULES.get(short_name(op.target))
-    return None if rule is None or op.random or op.mutates or op.updates else rule(Call(graph, op))
+    return None if rule is None or op.random or op.mutates or op.updates else rule(OpView(graph, op))
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:
@@ -154,7 +154,7 @@ _POINTWISE = _words(
 
 
 @_rule(*_POINTWISE)
-def _pointwise(call: Call) -> Labelled | None:
+def _pointwise(call: OpView) -> Labelled | None:
     shape = call.made()
     takes = {slot: _stretched(given, shape) for slot, given in call.tensors()}
     if None in takes.values() or any(call.made(other) != shape for other in range(len(call.op.outputs))):
@@ -165,13 +165,13 @@ def _pointwise(call: Call) -> Labelled | None:
 
 
 @_rule("full", "ones", "zeros", "empty")
-def _new(call: Call) -> Labelled | None:
+def _new(call: OpView) -> Labelled | None:
     labels = _names(len(call.made()))
     return Labelled({}, (labels,), sized={(0, dim): label for dim, label in enumerate(labels)})
 
 
 @_rule("new_full", "new_ones", "new_zeros", "new_empty")
-def _new_like(call: Call) -> Labelled | None:
+def _new_like(call: OpView) -> Labelled | None:
     labels = _names(len(call.made()))
     own = tuple("of its own" for _ in call.shape(0))
     sized: dict[Slot, str] = {(1, dim): label for dim, label in enumerate(labels)}
@@ -182,23 +182,23 @@ def _new_like(call: Call) -> Labelled | None:
 
 
 @_rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "flip")
-def _along(call: Call) -> Labelled | None:
+def _along(call: OpView) -> Labelled | None:
     labels = _names(len(call.made()))
     return Labelled({(0, 0): labels}, (labels,), couples=_chosen(call, 1, len(labels)))
 
 
 @_rule("_softmax_backward_data", "_log_softmax_backward_data")
-def _along_backward(call: Call) -> Labelled | None:
+def _along_backward(call: OpView) -> Labelled | None:
     labels = _names(len(call.made()))
     return Labelled({(0, 0): labels, (1, 0): labels}, (labels,), couples=_chosen(call, 2, len(labels)))
 
 
-def _chosen(call: Call, position: int, dims: int) -> frozenset[str]:
+def _chosen(call: OpView, position: int, dims: int) -> frozenset[str]:
     return frozenset(str(dim % max(dims, 1)) for dim in call.numbers(position))
 
 
 @_rule("sum", "mean", "amax", "amin", "logsumexp", "var", "any", "all")
-def _reduction(call: Call) -> Labelled | None:
+def _reduction(call: OpView) -> Labelled | None:
     shape = call.shape(0)
     labels = _names(len(shape))
     kernel = short_name(call.op.target)
@@ -218,7 +218,7 @@ def _reduction(call: Call) -> Labelled | None:
 
 
 @_rule("cat")
-def _cat(call: Call) -> Labelled | None:
+def _cat(call: OpView) -> Labelled | None:
     shape = call.made()
     labels = _names(len(shape))
     if any(len(given) != len(shape) for _, given in call.tensors()):
@@ -228,7 +228,7 @@ def _cat(call: Call) -> Labelled | None:
 
 
 @_rule("constant_pad_nd")
-def _pad(call: Call) -> Labelled | None:
+def _pad(call: OpView) -> Labelled | None:
     labels = _names(len(call.made()))
     amounts = call.numbers(1)
     padded = {str(len(labels) - 1 - at // 2) for at, amount in enumerate(amounts) if amount}
@@ -236,7 +236,7 @@ def _pad(call: Call) -> Labelled | None:
 
 
 @_rule("slice_backward", "select_backward")
-def _put_back(call: Call) -> Labelled | None:
+def _put_back(call: OpView) -> Labelled | None:
     labels = _names(len(call.made()))
     dim = call.number(2) % len(labels)
     given = labels
@@ -247,7 +247,7 @@ def _put_back(call: Call) -> Labelled | None:
 
 
 @_rule("tril", "triu")
-def _triangle(call: Call) -> Labelled | None:
+def _triangle(call: OpView) -> Labelled | None:
     labels = _names(len(call.made()))
     return Labelled({(0, 0): labels}, (labels,), couples=frozenset(labels[-2:]))
 
@@ -256,18 +256,18 @@ def _triangle(call: Call) -> Labelled | None:
 
 
 @_rule("gather")
-def _gather(call: Call) -> Labelled | None:
+def _gather(call: OpView) -> Labelled | None:
     return _indexed(call, index=2, others=(), labels_of=call.made(), beside=0)
 
 
 @_rule("scatter", "scatter_add")
-def _scatter(call: Call) -> Labelled | None:
+def _scatter(call: OpView) -> Labelled | None:
     others = (3,) if isinstance(call.arg(3), Ref) else ()
     return _indexed(call, index=2, others=(2, *others), labels_of=call.made(), beside=2)
 
 
 def _indexed(
-    call: Call, index: int, others: tuple[int, ...], labels_of: tuple[int, ...], beside: int
+    call: OpView, index: int, others: tuple[int, ...], labels_of: tuple[int, ...], beside: int
 ) -> Labelled | None:
     """Rows are independent of one another where tensor and index have as many; along `dim` they are not."""
     tensor, found = call.shape(0), call.shape(index)
@@ -287,13 +287,13 @@ def _indexed(
 
 
 @_rule("embedding")
-def _embedding(call: Call) -> Labelled | None:
+def _embedding(call: OpView) -> Labelled | None:
     rows = _names(len(call.shape(1)))
     return Labelled({(0, 0): ("v", "e"), (1, 0): rows}, ((*rows, "e"),), couples=frozenset({"v"}))
 
 
 @_rule("embedding_dense_backward")
-def _embedding_backward(call: Call) -> Labelled | None:
+def _embedding_backward(call: OpView) -> Labelled | None:
     rows = _names(len(call.shape(1)))
     if call.arg(4):
         return None  # by how often an index is there: all of them have to be seen
@@ -309,18 +309,18 @@ def _embedding_backward(call: Call) -> Labelled | None:
 
 
 @_rule("mm")
-def _mm(call: Call) -> Labelled | None:
+def _mm(call: OpView) -> Labelled | None:
     return Labelled({(0, 0): ("m", "k"), (1, 0): ("k", "n")}, (("m", "n"),), summed=frozenset("k"))
 
 
 @_rule("bmm")
-def _bmm(call: Call) -> Labelled | None:
+def _bmm(call: OpView) -> Labelled | None:
     takes: dict[Slot, Labels] = {(0, 0): ("b", "m", "k"), (1, 0): ("b", "k", "n")}
     return Labelled(takes, (("b", "m", "n"),), summed=frozenset("k"))
 
 
 @_rule("addmm", "baddbmm")
-def _added(call: Call) -> Labelled | None:
+def _added(call: OpView) -> Labelled | None:
     """What is added is added once: the inner dimension couples."""
     shape = call.made()
     labels = ("b", "m", "n")[-len(shape) :]
@@ -341,7 +341,7 @@ def _added(call: Call) -> Labelled | None:
 
 
 def _batched(
-    call: Call, batched: tuple[int, ...], made: tuple[bool, ...], whole: tuple[int, ...] = ()
+    call: OpView, batched: tuple[int, ...], made: tuple[bool, ...], whole: tuple[int, ...] = ()
 ) -> Labelled:
     """An op of which only the first dimension, of the arguments `batched`, is independent."""
 
@@ -362,22 +362,22 @@ def _batched(
 
 
 @_rule("convolution")
-def _convolution(call: Call) -> Labelled | None:
+def _convolution(call: OpView) -> Labelled | None:
     return _batched(call, (0,), (True,), whole=(1, 2))
 
 
 @_rule("convolution_backward")
-def _convolution_backward(call: Call) -> Labelled | None:
+def _convolution_backward(call: OpView) -> Labelled | None:
     return _batched(call, (0, 1), (True, False, False), whole=(2,))
 
 
 @_rule("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d")
-def _pool(call: Call) -> Labelled | None:
+def _pool(call: OpView) -> Labelled | None:
     return _batched(call, (0,), (True, True)) if len(call.shape(0)) == 4 else None
 
 
 @_rule("max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward")
-def _pool_backward(call: Call) -> Labelled | None:
+def _pool_backward(call: OpView) -> Labelled | None:
     return _batched(call, tuple(slot[0] for slot, _ in call.tensors() if isinstance(slot[0], int)), (True,))
 
 
@@ -385,7 +385,7 @@ def _pool_backward(call: Call) -> Labelled | None:
 
 
 @_rule("native_layer_norm", "_fused_rms_norm")
-def _layer_norm(call: Call) -> Labelled | None:
+def _layer_norm(call: OpView) -> Labelled | None:
     shape = call.shape(0)
     rows = _names(len(shape) - len(call.numbers(1)))
     inside = tuple("inside" for _ in call.numbers(1))
@@ -398,7 +398,7 @@ def _layer_norm(call: Call) -> Labelled | None:
 
 
 @_rule("native_layer_norm_backward", "_fused_rms_norm_backward")
-def _layer_norm_backward(call: Call) -> Labelled | None:
+def _layer_norm_backward(call: OpView) -> Labelled | None:
     shape = call.shape(0)
     rows = _names(len(shape) - len(call.numbers(2)))
     inside = tuple("inside" for _ in call.numbers(2))
@@ -414,13 +414,13 @@ def _layer_norm_backward(call: Call) -> Labelled | None:
 
 
 @_rule("native_group_norm")
-def _group_norm(call: Call) -> Labelled | None:
+def _group_norm(call: OpView) -> Labelled | None:
     found = _batched(call, (0,), (True, True, True), whole=(1, 2))
     return Labelled(found.takes, found.makes, couples=found.couples, sized={(3, 0): "n"})
 
 
 @_rule("native_group_norm_backward")
-def _group_norm_backward(call: Call) -> Labelled | None:
+def _group_norm_backward(call: OpView) -> Labelled | None:
     found = _batched(call, (0, 1, 2, 3), (True, False, False), whole=(4,))
     return Labelled(found.takes, found.makes, found.summed, found.couples, sized={(5, 0): "n"})
 
@@ -431,7 +431,7 @@ _NONE, _MEAN, _SUM = range(3)
 
 
 @_rule("nll_loss_forward", "nll_loss2d_forward")
-def _nll(call: Call) -> Labelled | None:
+def _nll(call: OpView) -> Labelled | None:
     shape, reduction = call.shape(0), call.number(3)
     if len(shape) < 2:
         return None
@@ -449,7 +449,7 @@ def _nll(call: Call) -> Labelled | None:
 
 
 @_rule("nll_loss_backward", "nll_loss2d_backward")
-def _nll_backward(call: Call) -> Labelled | None:
+def _nll_backward(call: OpView) -> Labelled | None:
     shape = call.shape(1)
     if len(shape) < 2:
         return None
@@ -469,7 +469,7 @@ def _rows(shape: tuple[int, ...]) -> Labels:
 
 
 @_rule("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
-def _distance(call: Call) -> Labelled | None:
+def _distance(call: OpView) -> Labelled | None:
     """A mean knows how many there are in all, which a slice does not: it couples."""
     positions = {"binary_cross_entropy_with_logits": 4}
     reduction = call.number(positions.get(short_name(call.op.target), 2), "reduction", _MEAN)

@@ -21,7 +21,6 @@ from typing import TypeAlias
 from lowtide.errors import BadRequest
 from lowtide.ir.graph import (
     Arg,
-    Block,
     Graph,
     Op,
     Phase,
@@ -29,6 +28,7 @@ from lowtide.ir.graph import (
     Role,
     Symbol,
     Tensor,
+    Tile,
     Tiled,
     argument_tensors,
     short_name,
@@ -83,7 +83,7 @@ class _Tiling:
         self.values = list(graph.values)
         self.ops: list[Op] = []
         self.origin: list[int] = []
-        self.blocks: list[Block] = []
+        self.blocks: list[Tile] = []
         self._stages: dict[int, Stage] = {}  # of the ops that are in regions
         for each in cuts:
             region = _Region(self, each)
@@ -341,7 +341,7 @@ class _Region:
         _, origin, _ = _before(self.old)
         inner = [value for op in ops for value in op.creates if value not in self.whole]
         self.tiling.blocks.append(
-            Block(
+            Tile(
                 first,
                 len(self.tiling.ops),
                 tuple(origin[number] for number in own),
@@ -757,7 +757,7 @@ class _Sums:
             )
 
 
-def _before(graph: Graph) -> tuple[Graph, Sequence[int], tuple[Block, ...]]:
+def _before(graph: Graph) -> tuple[Graph, Sequence[int], tuple[Tile, ...]]:
     """The graph without slices, the numbers of this graph's ops in it, and the blocks that there are."""
     if graph.tiled is None:
         return graph, range(len(graph.ops)), ()

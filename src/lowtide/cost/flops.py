@@ -7,15 +7,15 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from lowtide.ir.graph import Arg, Graph, Op, Ref
+from lowtide.ir.graph import Arg, Graph, Op, Ref, Symbol
 
 _FORMULAS: Mapping[str, Callable[..., int]] = {str(op): formula for op, formula in flop_registry.items()}
 
 
 def flops_of(graph: Graph, op: Op) -> int:
     """What PyTorch's counter says of one op: matrix products, convolutions and attention; else zero."""
-    name = op.target.rsplit(".", 1)[0]
-    args = [_shaped(graph, arg) for arg in op.args]
+    name = op.target.rsplit(".", 1)[0].removesuffix("_")
+    args = [_shaped(graph, arg) for arg in op.args if not isinstance(arg, Symbol)]
     if "scaled_dot_product" in name:
         args = _heads_repeated(args, first=1 if name.endswith("_backward") else 0)
     if name == "aten._scaled_dot_product_flash_attention_for_cpu":  # the counter knows it on CUDA only
@@ -24,7 +24,7 @@ def flops_of(graph: Graph, op: Op) -> int:
         return int(sdpa_backward_flop_count(*args[:4]))
     if name not in _FORMULAS:
         return 0
-    kwargs = {key: _shaped(graph, arg) for key, arg in op.kwargs}
+    kwargs = {key: _shaped(graph, arg) for key, arg in op.kwargs if key != "out"}
     made = [None if output is None else graph.tensors[output].shape for output in op.outputs]
     return _FORMULAS[name](*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made))
 

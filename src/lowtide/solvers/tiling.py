@@ -12,7 +12,7 @@ what would be recomputed, and what does not pay is not cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -79,8 +79,7 @@ class Rung:
         seed = self._plain_op(whole.origin(worst))
         if seed is None:
             return self._finer(whole.origin(worst), needed[worst])
-        best = min(self._ways(seed, needed[worst]), default=None)
-        return None if best is None else self._with(best.family)
+        return self._best_way(seed, needed[worst])
 
     def lower_at(self, number: int) -> Rung | None:
         """A rung with slices where a schedule of this one peaks, at op `number`.
@@ -91,11 +90,7 @@ class Rung:
         if seed is None:
             return None
         needed = _touched(self.plain, seed)
-        best = min(self._ways(seed, needed, within=needed // _PARTS), default=None)
-        return None if best is None else self._with(best.family)
-
-    def _with(self, family: Alike) -> Rung:
-        return replace(self, families=(*self.families, family))
+        return self._best_way(seed, needed, within=needed // _PARTS)
 
     def _plain_op(self, number: int) -> Op | None:
         """The op of the plain graph that an op is; None if it is in a block."""
@@ -120,6 +115,10 @@ class Rung:
         return None
 
     @cached_property
+    def _kinds(self) -> list[tuple[object, ...]]:
+        return [_kind(self.plain, op) for op in self.plain.ops]
+
+    @cached_property
     def _needed(self) -> list[int]:
         return needed_bytes(self.plain)
 
@@ -131,66 +130,62 @@ class Rung:
         except BadRequest:
             return False
 
-    def _ways(self, seed: Op, needed: int, within: int | None = None) -> Iterator[_Way]:
-        """Ways to cut what `seed` needs that help, and how well they do."""
+    def _best_way(self, seed: Op, needed: int, within: int | None = None) -> Rung | None:
+        """This rung with what `seed` needs in slices, and what ops like it need; None if no way helps."""
         allowed = frozenset(range(len(self.plain.ops))) - self.ops
         in_backward = frozenset(op.id for op in self.plain.ops if op.phase is Phase.BACKWARD)
+        found: list[_Way] = []
         for dims in _dimensions(self.plain, seed):
             for only in (allowed, allowed & in_backward):
                 region = grown(self.plain, seed.id, dims, only=only)
-                if isinstance(region, str):
-                    continue
-                for way in self._counts(seed, dims, region, only, needed, within):
-                    if way.needed < _PAYS * needed:
-                        yield way
+                if isinstance(region, Region):
+                    ways = self._counts(region, within)
+                    found += (_Way(*way, dims, only) for way in ways if way[0] < _PAYS * needed)
+        best = min(found, default=None)
+        if best is None:
+            return None
+        regions = [best.region, *self._others(seed, best)]
+        alike = Alike(tuple(Cut(each, best.count, early(self.plain, each)) for each in regions))
+        return replace(self, families=(*self.families, alike))
 
-    def _counts(
-        self,
-        seed: Op,
-        dims: Sequence[int],
-        region: Region,
-        only: frozenset[int],
-        needed: int,
-        within: int | None,
-    ) -> Iterator[_Way]:
-        """One region and those like it, in as many slices as it takes until something else needs more.
+    def _counts(self, region: Region, within: int | None) -> Iterator[tuple[int, float, int, Region]]:
+        """A region in as many slices as it takes until something else needs more, as far as that helps.
 
-        Or, if they are to be `within` so many bytes, until they are.
+        Or, if it is to be `within` so many bytes, until it is. What is needed, the time that it takes, and
+        the number of slices.
         """
         ahead = early(self.plain, region)
-        regions = [region, *self._others(seed, dims, region, only)]
-        inside = {number for each in regions for number in each.ops}
-        others = (each for number, each in enumerate(self._needed) if number not in inside | self.ops)
-        rest = max(others, default=0) if within is None else within
+        kinds = {self._kinds[number] for number in region.ops}
+        rest = within
+        if rest is None:
+            others = (op for op in self.plain.ops if op.id not in self.ops)
+            rest = max((self._needed[op.id] for op in others if self._kinds[op.id] not in kinds), default=0)
         reached = math.inf
         for count in COUNTS:
             try:
                 alone = cut(self.plain, [Cut(region, count, ahead)])
             except BadRequest:
                 return
-            whole = contracted(alone)
-            blocks = [op for op in whole.graph.ops if op.target == TARGET]
-            needs = needed_bytes(whole.graph)
-            of_blocks = max(needs[op.id] if within is None else _touched(whole.graph, op) for op in blocks)
+            whole = contracted(alone).graph
+            blocks = [op for op in whole.ops if op.target == TARGET]
+            needs = needed_bytes(whole)
+            of_blocks = max(needs[op.id] if within is None else _touched(whole, op) for op in blocks)
             if of_blocks > _PAYS * reached:
                 return
             reached = of_blocks
             extra = sum(op.seconds for op in alone.ops) - sum(op.seconds for op in self.plain.ops)
-            cuts = tuple(Cut(each, count, early(self.plain, each)) for each in regions)
-            yield _Way(max(of_blocks, rest), extra * len(regions), count, Alike(cuts))
+            yield max(of_blocks, rest), extra, count, region
             if of_blocks <= rest:
                 return
 
-    def _others(
-        self, seed: Op, dims: Sequence[int], region: Region, only: frozenset[int]
-    ) -> Iterator[Region]:
-        """Regions like `region`, around ops like `seed`."""
-        alike, taken = _kind(self.plain, seed), set(region.ops)
+    def _others(self, seed: Op, way: _Way) -> Iterator[Region]:
+        """Regions like that of `way`, around ops like `seed`."""
+        alike, taken = self._kinds[seed.id], set(way.region.ops)
         for op in self.plain.ops:
-            if op.id in taken or op.id not in only or _kind(self.plain, op) != alike:
+            if op.id in taken or op.id not in way.only or self._kinds[op.id] != alike:
                 continue
-            found = grown(self.plain, op.id, dims, only=only)
-            if isinstance(found, Region) and taken.isdisjoint(found.ops) and found.parts == region.parts:
+            found = grown(self.plain, op.id, way.dims, only=way.only)
+            if isinstance(found, Region) and taken.isdisjoint(found.ops) and found.parts == way.region.parts:
                 taken |= found.ops.keys()
                 yield found
 
@@ -240,12 +235,14 @@ def _takes(solution: GraphSolution) -> float:
 
 @dataclass(frozen=True)
 class _Way:
-    """A family to cut: what is needed then, and what it takes."""
+    """A region to cut, in so many slices: what is needed then, and what it takes."""
 
     needed: int
     extra_seconds: float
     count: int
-    family: Alike
+    region: Region
+    dims: tuple[int, ...]
+    only: frozenset[int]  # which ops may join
 
     def __lt__(self, other: _Way) -> bool:
         if self.needed > _ALIKE * other.needed or other.needed > _ALIKE * self.needed:

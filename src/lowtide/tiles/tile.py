@@ -43,6 +43,12 @@ from lowtide.tiles.rules import Slot, slots
 _HALF = ("float16", "bfloat16")
 Stage: TypeAlias = "tuple[_Region, int]"  # of a region the stage of that number
 _INTO = {"mm": "aten.addmm_.default", "bmm": "aten.baddbmm_.default"}  # kernels that add to what is there
+# On CUDA, kernels for factors of half precision that make a product in another type, and that add it up so.
+_EXACT = {
+    "mm": ("aten.mm.dtype", "aten.addmm.dtype_out"),
+    "bmm": ("aten.bmm.dtype", "aten.baddbmm.dtype_out"),
+}
+_FLOAT = Symbol("dtype", "float32")
 
 
 @dataclass(frozen=True)
@@ -527,9 +533,7 @@ class _Slice:
             raise BadRequest(
                 f"{op.label} makes both slices and sums over them, and the slices are needed again later."
             )
-        into = _INTO.get(short_name(op.target))
-        if found.summed and into and self.number and self.sums.adds_in_place(op, 0):
-            self._add_into(op, into, args)
+        if found.summed and self._adds_by_kernel(op, args):
             return
         outputs: list[int | None] = []
         creates: list[int] = []
@@ -569,16 +573,44 @@ class _Slice:
         for number, made in added:
             self.sums.add(op, number, made, self.phase)
 
-    def _add_into(self, op: Op, target: str, args: tuple[Arg, ...]) -> None:
-        """A kernel that adds what it makes to what there is already."""
+    def _adds_by_kernel(self, op: Op, args: tuple[Arg, ...]) -> bool:
+        """Append a kernel that adds up by itself what `op` makes, if there is one."""
+        name = short_name(op.target)
+        if name in _EXACT and self.sums.is_half(op) and self.tiling.old.device.startswith("cuda"):
+            first, later = _EXACT[name]
+            if not self.number:
+                total = self.sums.begin(op)
+                value = self.tiling.tensors[total].value
+                self._product(op, first, (*args, _FLOAT), total, creates=(value,))
+                return True
+            total = self.sums.total(op, 0)
+            self._product(op, later, (Ref(total), *args, _FLOAT), total, options=(("out", Ref(total)),))
+            return True
+        if name not in _INTO or not self.number or self.sums.is_half(op):
+            return False
         total = self.sums.total(op, 0)
+        self._product(op, _INTO[name], (Ref(total), *args), total)
+        return True
+
+    def _product(
+        self,
+        op: Op,
+        target: str,
+        args: tuple[Arg, ...],
+        total: int,
+        *,
+        options: tuple[tuple[str, Arg], ...] = (),
+        creates: tuple[int, ...] = (),
+    ) -> None:
         self.tiling.add(
             self.tiling.op(
                 op,
                 target,
-                (Ref(total), *args),
+                args,
+                options=options,
                 outputs=(total,),
-                mutates=(self.tiling.tensors[total].value,),
+                creates=creates,
+                mutates=() if creates else (self.tiling.tensors[total].value,),
                 part=self._share,
                 phase=self.phase,
             )
@@ -664,9 +696,29 @@ class _Sums:
         assert output is not None
         return self.tiling.old.tensors[output]
 
-    def adds_in_place(self, op: Op, number: int) -> bool:
-        """Whether a kernel may add to the total by itself."""
-        return self._tensor(op, number).dtype not in _HALF
+    def is_half(self, op: Op) -> bool:
+        """Whether the sums of an op are of half precision, so that they are added up in another type."""
+        return self._tensor(op, 0).dtype in _HALF
+
+    def begin(self, op: Op) -> int:
+        """The tensor in which the first result of `op` is added up in float32."""
+        tensor = self._tensor(op, 0)
+        self._last[tensor.value] = (op, tensor)
+        value = self._to_be_scaled(tensor)
+        if value is None:
+            size = self.tiling.old.values[tensor.value].bytes // item_bytes(tensor.dtype) * 4
+            value = self.tiling.value(size, tensor.value)
+        self._totals[tensor.value] = self.tiling.look(replace(tensor, value=value, dtype="float32"))
+        return self._totals[tensor.value]
+
+    def _to_be_scaled(self, tensor: Tensor) -> int | None:
+        """The value that a sum is made as which is to be scaled, with room for float32; None if it is not."""
+        tiling, into = self.tiling, self.region.made_as(tensor.value)
+        if into == tensor.value:
+            return None
+        size = tiling.old.values[tensor.value].bytes // item_bytes(tensor.dtype) * 4
+        tiling.values[into] = replace(tiling.values[into], bytes=size)
+        return into
 
     def total(self, op: Op, number: int) -> int:
         """The tensor that a sum is added up in."""
@@ -705,12 +757,7 @@ class _Sums:
                 )
             )
         elif tensor.dtype in _HALF:
-            into = self.region.made_as(tensor.value)
-            if into != tensor.value:
-                tiling.values[into] = replace(
-                    tiling.values[into], bytes=tiling.values[into].bytes // item_bytes(tensor.dtype) * 4
-                )
-            total = self._cast(op, made, "float32", into if into != tensor.value else None, phase)
+            total = self._cast(op, made, "float32", self._to_be_scaled(tensor), phase)
             self._totals[tensor.value] = total
         else:
             self._totals[tensor.value] = made

@@ -68,14 +68,14 @@ def estimated_seconds(op: Op, graph: Graph) -> float:
 
 def kind_of(op: Op, graph: Graph) -> Pace:
     """What sets the pace of `op`."""
-    dtype = next((graph.tensors[tensor].dtype for tensor in argument_tensors(op)), "")
+    is_half = any(graph.tensors[tensor].dtype in _HALF for tensor in argument_tensors(op))
     name = short_name(op.target)
     if "convolution" in name:
         return Pace.CONVOLUTION
     if "attention" in name:
-        return Pace.ATTENTION_HALF if dtype in _HALF else Pace.ATTENTION
+        return Pace.ATTENTION_HALF if is_half else Pace.ATTENTION
     if flops_of(graph, op):
-        return Pace.MATRIX_HALF if dtype in _HALF else Pace.MATRIX
+        return Pace.MATRIX_HALF if is_half else Pace.MATRIX
     return Pace.ROUNDABOUT if any(part in name for part in _ROUNDABOUT) else Pace.STRAIGHT
 
 

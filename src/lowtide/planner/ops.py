@@ -21,7 +21,7 @@ from lowtide.execute.identity import fingerprint
 from lowtide.ir.assumptions import Assumption
 from lowtide.ir.graph import Graph
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
-from lowtide.solvers import solve
+from lowtide.solvers import quickly, solve
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
@@ -104,12 +104,13 @@ class StepBudget:
         )
 
     def _in_slices(self, method: str | Scheduler, wanted: int | None) -> GraphSolution:
-        """The best of the step as it is and of it with regions in slices."""
+        """The best of the step as it is and with regions in slices. Which that is, a quick search tells."""
         refusals: list[InfeasibleBudget] = []
+        quick = quickly(method)
 
         def solved(graph: Graph) -> GraphSolution | None:
             try:
-                return self._solved(graph, method, wanted)
+                return self._solved(graph, quick, wanted)
             except InfeasibleBudget as refusal:
                 refusals.append(refusal)
                 return None
@@ -118,12 +119,12 @@ class StepBudget:
             self.graph,
             lambda graph: with_costs(graph, self.spec.progress) if self.spec.profile else graph,
             solved,
-            lambda graph: solve(graph, method, LOWEST),
+            lambda graph: solve(graph, quick, LOWEST),
             is_lowest=wanted is None,
         )
         if found is None:
             raise min(refusals, key=lambda refusal: refusal.least_bytes)
-        return found
+        return self._solved(found.graph, method, wanted)
 
     def promised_bytes(self, solution: GraphSolution) -> int:
         """What a budget must hold for `solution` to be safe."""

@@ -121,6 +121,12 @@ def at_effort(method: str | Method | Scheduler, effort: str) -> str | Method | S
     )
 
 
+def quickly(method: str | Scheduler) -> str | Scheduler:
+    """`method`, told to search for a short time; itself if it does not search, or was told before."""
+    known = schedulers().get(_canonical(method)) if isinstance(method, str) else None
+    return known(Effort.QUICK) if known is not None and issubclass(known, Searcher) else method
+
+
 @overload
 def solve(
     problem: Chain,

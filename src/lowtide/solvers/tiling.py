@@ -28,6 +28,7 @@ from lowtide.tiles.tile import Cut, cut
 
 COUNTS = (2, 4, 8, 16, 32)
 MOST_RUNGS = 6
+_PATIENCE = 1  # rungs in a row that are no better than the best
 _FAST = 1.01  # times the time of plain training: a plan that takes no more need not be improved on
 _NEAR = 1.02  # times what is needed: a schedule that peaks there peaks where no schedule can do without
 _PAYS = 0.99  # of what was needed before: what does not lower it by more is not worth its time
@@ -89,7 +90,7 @@ class Rung:
         seed = self._plain_op(number)
         if seed is None:
             return None
-        needed = _touched(self.plain, seed)
+        needed = _touched(self.plain, seed, self.plain)
         return self._best_way(seed, needed, within=needed // _PARTS)
 
     def _plain_op(self, number: int) -> Op | None:
@@ -154,29 +155,34 @@ class Rung:
         Or, if it is to be `within` so many bytes, until it is. What is needed, the time that it takes, and
         the number of slices.
         """
-        ahead = early(self.plain, region)
         kinds = {self._kinds[number] for number in region.ops}
         rest = within
         if rest is None:
             others = (op for op in self.plain.ops if op.id not in self.ops)
             rest = max((self._needed[op.id] for op in others if self._kinds[op.id] not in kinds), default=0)
+        alone = _alone(self.plain, region)
+        beside = 0 if within is not None else max(map(self._beside, region.ops))
         reached = math.inf
         for count in COUNTS:
             try:
-                alone = cut(self.plain, [Cut(region, count, ahead)])
+                tiled = cut(alone.graph, [Cut(alone.region, count, early(alone.graph, alone.region))])
             except BadRequest:
                 return
-            whole = contracted(alone).graph
-            blocks = [op for op in whole.ops if op.target == TARGET]
-            needs = needed_bytes(whole)
-            of_blocks = max(needs[op.id] if within is None else _touched(whole, op) for op in blocks)
+            whole = contracted(tiled).graph
+            blocks = (op for op in whole.ops if op.target == TARGET)
+            of_blocks = beside + max(_touched(whole, op, self.plain) for op in blocks)
             if of_blocks > _PAYS * reached:
                 return
             reached = of_blocks
-            extra = sum(op.seconds for op in alone.ops) - sum(op.seconds for op in self.plain.ops)
+            extra = sum(op.seconds for op in tiled.ops) - sum(op.seconds for op in alone.graph.ops)
             yield max(of_blocks, rest), extra, count, region
             if of_blocks <= rest:
                 return
+
+    def _beside(self, number: int) -> int:
+        """What has to be there while an op runs beside what it touches."""
+        op = self.plain.ops[number]
+        return max(0, self._needed[number] - _touched(self.plain, op, self.plain))
 
     def _others(self, seed: Op, way: _Way) -> Iterator[Region]:
         """Regions like that of `way`, around ops like `seed`."""
@@ -200,25 +206,31 @@ def best_tiled(
     """The best that `solve` makes of `graph` in slices, or of the graph as it is; None if all of that fails.
 
     The best is what takes the least time in all, or what peaks lowest if `is_lowest`. `price` tells what
-    slices cost, and `lowest` finds the lowest peak of a graph.
+    slices cost, and `lowest` finds the lowest peak of a graph. Both may be quick: they tell what is best, and
+    that may be solved again.
     """
-    found: list[GraphSolution] = []
+    best: GraphSolution | None = None
     rung: Rung | None = Rung(graph)
+    in_vain = 0
     for _ in range(MOST_RUNGS):
-        if rung is None:
+        if rung is None or in_vain > _PATIENCE:
             break
         priced = price(rung.graph) if rung.families else graph
         solution = solve(priced)
-        if solution is not None:
-            found.append(solution)
-            if not is_lowest and _takes(solution) <= _FAST * sum(op.seconds for op in graph.ops):
-                break
+        if solution is not None and (best is None or _is_better(solution, best, is_lowest)):
+            best, in_vain = solution, 0
+        elif best is not None:
+            in_vain += 1
+        if best is not None and not is_lowest and _takes(best) <= _FAST * sum(op.seconds for op in graph.ops):
+            break
         rung = _next(rung, solution or lowest(priced))
-    return min(
-        found,
-        key=lambda each: (each.peak_bytes, _takes(each)) if is_lowest else (_takes(each), 0),
-        default=None,
-    )
+    return best
+
+
+def _is_better(solution: GraphSolution, best: GraphSolution, is_lowest: bool) -> bool:
+    if is_lowest:
+        return solution.peak_bytes < _PAYS * best.peak_bytes
+    return _takes(solution) < _PAYS * _takes(best)
 
 
 def _next(rung: Rung, solution: GraphSolution) -> Rung | None:
@@ -250,11 +262,36 @@ class _Way:
         return (self.extra_seconds, self.count) < (other.extra_seconds, other.count)
 
 
-def _touched(graph: Graph, op: Op) -> int:
-    """What an op reads, makes and takes beside."""
+def _touched(graph: Graph, op: Op, plain: Graph) -> int:
+    """What an op makes, takes beside, and reads of what the step makes, of which `graph` may be a part."""
     held = allocator_of(graph.device).held
-    touched = {value for value in (*op.reads, *op.mutates, *op.creates) if value in graph.creator}
+    touched = {value for value in (*op.reads, *op.mutates) if value in plain.creator} | {*op.creates}
     return op.workspace_bytes + sum(held(graph.counted_bytes(value)) for value in touched)
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """The ops of a region as a graph of their own, and the region in it."""
+
+    graph: Graph
+    region: Region
+
+
+def _alone(graph: Graph, region: Region) -> _Alone:
+    """A region without the rest of the step, which is quick to cut. What others need of it is an output."""
+    number_of = {number: position for position, number in enumerate(sorted(region.ops))}
+    ops = tuple(replace(graph.ops[number], id=position) for number, position in number_of.items())
+    needed = {
+        value
+        for op in ops
+        for value in op.creates
+        if value in graph.outputs or any(each not in region.ops for each in graph.readers.get(value, ()))
+    }
+    inside = {number_of[number]: found for number, found in region.ops.items()}
+    return _Alone(
+        replace(graph, ops=ops, outputs=frozenset(needed), results=(), tiled=None),
+        replace(region, ops=inside),
+    )
 
 
 def _dimensions(graph: Graph, seed: Op) -> Iterator[tuple[int, ...]]:

@@ -291,7 +291,7 @@ class Trial:
 
     def planned(self, wanted: str | int) -> dict[str, Any]:
         """Training under a plan of ours."""
-        graph = self.budget.graph
+        assert self.budget.graph.ops, "it is captured before the clock starts"
         started = time.perf_counter()
         solution = self.budget.solve("auto", wanted)
         planning_seconds = time.perf_counter() - started
@@ -301,7 +301,7 @@ class Trial:
         return {
             "budget_bytes": budget_bytes,
             "kept_within_budget": None if budget_bytes is None else measured["peak_bytes"] <= budget_bytes,
-            "predicted_bytes": allocated_bytes(graph, solution.schedule),
+            "predicted_bytes": allocated_bytes(solution.graph, solution.schedule),
             "status": solution.status.value,
             "recomputed_ops": sum(solution.recomputed.values()),
             "extra_seconds": solution.extra_seconds,

@@ -22,9 +22,9 @@ LOWEST = "lowest"
 
 @dataclass(frozen=True)
 class Question:
-    """What lowtide is asked for: the lowest peak, or the least time within what a peer holds."""
+    """What lowtide is asked for: the lowest peak, or the least time within so much."""
 
-    within: str  # a peer, or LOWEST
+    within: str  # what a peer holds, a number of bytes, or LOWEST
     most_mib: float | None = None
     most_ms: float | None = None
     most_times: float | None = None  # the time of eager training
@@ -106,7 +106,7 @@ LARGE: Mapping[str, Subject] = {
     "head": Subject(
         head("head and loss alone, 16384×2048×248320, bf16", 16_384, 2048, 248_320),
         (EAGER,),
-        (Question(LOWEST, most_mib=6e9 / 2**20, most_times=1.2),),
+        (Question(LOWEST, most_mib=6e9 / 2**20), Question("6GB", most_mib=6e9 / 2**20, most_times=1.2)),
     ),
 }
 

@@ -28,10 +28,12 @@ from lowtide.tiles.tile import Cut, cut
 
 COUNTS = (2, 4, 8, 16, 32)
 MOST_RUNGS = 6
+_MOST_OPS = 8000  # of all regions of a family together, in slices: more take long to plan, and to launch
 _PATIENCE = 1  # rungs in a row that are no better than the best
 _FAST = 1.01  # times the time of plain training: a plan that takes no more need not be improved on
 _NEAR = 1.02  # times what is needed: a schedule that peaks there peaks where no schedule can do without
 _PAYS = 0.99  # of what was needed before: what does not lower it by more is not worth its time
+_HELPS = 0.9  # of what a region took before: where it is no single op's need, more slices have to save more
 _PARTS = 4  # what a region at the peak of a schedule takes is to be so much less
 _ALIKE = 1.02  # of the least that is needed: ways that are as good as that are told apart by their time
 
@@ -162,8 +164,10 @@ class Rung:
             rest = max((self._needed[op.id] for op in others if self._kinds[op.id] not in kinds), default=0)
         alone = _alone(self.plain, region)
         beside = 0 if within is not None else max(map(self._beside, region.ops))
+        most = _MOST_OPS // (len(region.ops) * max(1, self._alike_to(region)))
         reached = math.inf
-        for count in COUNTS:
+        helps = _PAYS if within is None else _HELPS
+        for count in (count for count in COUNTS if count <= max(2, most)):
             try:
                 tiled = cut(alone.graph, [Cut(alone.region, count, early(alone.graph, alone.region))])
             except BadRequest:
@@ -171,13 +175,17 @@ class Rung:
             whole = contracted(tiled).graph
             blocks = (op for op in whole.ops if op.target == TARGET)
             of_blocks = beside + max(_touched(whole, op, self.plain) for op in blocks)
-            if of_blocks > _PAYS * reached:
+            if of_blocks > helps * reached:
                 return
             reached = of_blocks
             extra = sum(op.seconds for op in tiled.ops) - sum(op.seconds for op in alone.graph.ops)
             yield max(of_blocks, rest), extra, count, region
             if of_blocks <= rest:
                 return
+
+    def _alike_to(self, region: Region) -> int:
+        """How many regions there are like one, about: as often as its rarest op is there."""
+        return min(self._kinds.count(self._kinds[number]) for number in region.ops)
 
     def _beside(self, number: int) -> int:
         """What has to be there while an op runs beside what it touches."""
@@ -210,6 +218,7 @@ def best_tiled(
     that may be solved again.
     """
     best: GraphSolution | None = None
+    of_best = Rung(graph)
     rung: Rung | None = Rung(graph)
     in_vain = 0
     for _ in range(MOST_RUNGS):
@@ -218,12 +227,30 @@ def best_tiled(
         priced = price(rung.graph) if rung.families else graph
         solution = solve(priced)
         if solution is not None and (best is None or _is_better(solution, best, is_lowest)):
-            best, in_vain = solution, 0
+            best, of_best, in_vain = solution, rung, 0
         elif best is not None:
             in_vain += 1
         if best is not None and not is_lowest and _takes(best) <= _FAST * sum(op.seconds for op in graph.ops):
             break
         rung = _next(rung, solution or lowest(priced))
+    return best if best is None or is_lowest else _coarser(best, of_best, price, solve)
+
+
+def _coarser(
+    best: GraphSolution,
+    rung: Rung,
+    price: Callable[[Graph], Graph],
+    solve: Callable[[Graph], GraphSolution | None],
+) -> GraphSolution:
+    """The same with fewer slices, as long as that takes less time."""
+    for at, alike in enumerate(rung.families):
+        count = max(each.count for each in alike.cuts) // 2
+        while count >= COUNTS[0]:
+            fewer = replace(rung, families=(*rung.families[:at], alike.into(count), *rung.families[at + 1 :]))
+            solution = solve(price(fewer.graph))
+            if solution is None or _takes(solution) >= _takes(best):
+                break
+            best, rung, count = solution, fewer, count // 2
     return best
 
 

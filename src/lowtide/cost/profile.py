@@ -285,7 +285,7 @@ def _estimated(call: OpCall, device: torch.device, caps: Caps, small_bytes: int)
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Shrunk:
     """A call made smaller twice, along the extent `size`: to `half` and to `quarter`."""
 
     size: int
@@ -295,7 +295,7 @@ class _Cut:
     smaller: OpCall
 
 
-def _cuts(call: OpCall, most_bytes: int, caps: Caps) -> Iterator[_Cut]:
+def _cuts(call: OpCall, most_bytes: int, caps: Caps) -> Iterator[_Shrunk]:
     """Ways to make a call smaller, at which the op still works, the larger within the cap.
 
     The batch is tried first: the leading extent of the largest tensor. No extent is cut to one if
@@ -317,7 +317,7 @@ def _cuts(call: OpCall, most_bytes: int, caps: Caps) -> Iterator[_Cut]:
             smaller = call.cut(size, half // 2, weights=weights, lists=lists)
             fits = half < size and larger.bytes <= most and larger not in tried
             if fits and larger.is_consistent() and smaller.is_consistent():
-                yield _Cut(size, half, half // 2, larger, smaller)
+                yield _Shrunk(size, half, half // 2, larger, smaller)
             tried.append(larger)
 
 

@@ -39,7 +39,7 @@ _ALIKE = 1.02  # of the least that is needed: ways that are as good as that are 
 
 
 @dataclass(frozen=True)
-class Alike:
+class Kin:
     """Regions that are cut in the same way."""
 
     cuts: tuple[Cut, ...]
@@ -49,9 +49,9 @@ class Alike:
         """All of their ops."""
         return frozenset(number for each in self.cuts for number in each.region.ops)
 
-    def into(self, count: int) -> Alike:
+    def into(self, count: int) -> Kin:
         """The same in `count` slices."""
-        return Alike(tuple(replace(each, count=count) for each in self.cuts))
+        return Kin(tuple(replace(each, count=count) for each in self.cuts))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Rung:
     """A graph, and the families of the plain one that are in slices there."""
 
     plain: Graph
-    families: tuple[Alike, ...] = ()
+    families: tuple[Kin, ...] = ()
 
     @cached_property
     def graph(self) -> Graph:
@@ -137,18 +137,18 @@ class Rung:
         """This rung with what `seed` needs in slices, and what ops like it need; None if no way helps."""
         allowed = frozenset(range(len(self.plain.ops))) - self.ops
         in_backward = frozenset(op.id for op in self.plain.ops if op.phase is Phase.BACKWARD)
-        found: list[_Way] = []
+        found: list[_Choice] = []
         for dims in _dimensions(self.plain, seed):
             for only in (allowed, allowed & in_backward):
                 region = grown(self.plain, seed.id, dims, only=only)
                 if isinstance(region, Region):
                     ways = self._counts(region, within)
-                    found += (_Way(*way, dims, only) for way in ways if way[0] < _PAYS * needed)
+                    found += (_Choice(*way, dims, only) for way in ways if way[0] < _PAYS * needed)
         best = min(found, default=None)
         if best is None:
             return None
         regions = [best.region, *self._others(seed, best)]
-        alike = Alike(tuple(Cut(each, best.count, early(self.plain, each)) for each in regions))
+        alike = Kin(tuple(Cut(each, best.count, early(self.plain, each)) for each in regions))
         return replace(self, families=(*self.families, alike))
 
     def _counts(self, region: Region, within: int | None) -> Iterator[tuple[int, float, int, Region]]:
@@ -192,7 +192,7 @@ class Rung:
         op = self.plain.ops[number]
         return max(0, self._needed[number] - _touched(self.plain, op, self.plain))
 
-    def _others(self, seed: Op, way: _Way) -> Iterator[Region]:
+    def _others(self, seed: Op, way: _Choice) -> Iterator[Region]:
         """Regions like that of `way`, around ops like `seed`."""
         alike, taken = self._kinds[seed.id], set(way.region.ops)
         for op in self.plain.ops:
@@ -242,15 +242,16 @@ def _coarser(
     price: Callable[[Graph], Graph],
     solve: Callable[[Graph], GraphSolution | None],
 ) -> GraphSolution:
-    """The same with fewer slices, as long as that takes less time."""
-    for at, alike in enumerate(rung.families):
-        count = max(each.count for each in alike.cuts) // 2
-        while count >= COUNTS[0]:
-            fewer = replace(rung, families=(*rung.families[:at], alike.into(count), *rung.families[at + 1 :]))
-            solution = solve(price(fewer.graph))
-            if solution is None or _takes(solution) >= _takes(best):
-                break
-            best, rung, count = solution, fewer, count // 2
+    """The same with fewer slices, as long as that takes less time: half as many, or three quarters."""
+    for at, kin in enumerate(rung.families):
+        count = max(each.count for each in kin.cuts)
+        fewer = [count // 2, 3 * count // 4]
+        while fewer and fewer[0] >= COUNTS[0]:
+            count = fewer.pop(0)
+            coarser = replace(rung, families=(*rung.families[:at], kin.into(count), *rung.families[at + 1 :]))
+            solution = solve(price(coarser.graph))
+            if solution is not None and _takes(solution) < _takes(best):
+                best, rung, fewer = solution, coarser, [count // 2, 3 * count // 4]
     return best
 
 
@@ -273,7 +274,7 @@ def _takes(solution: GraphSolution) -> float:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Choice:
     """A region to cut, in so many slices: what is needed then, and what it takes."""
 
     needed: int
@@ -283,7 +284,7 @@ class _Way:
     dims: tuple[int, ...]
     only: frozenset[int]  # which ops may join
 
-    def __lt__(self, other: _Way) -> bool:
+    def __lt__(self, other: _Choice) -> bool:
         if self.needed > _ALIKE * other.needed or other.needed > _ALIKE * self.needed:
             return self.needed < other.needed
         return (self.extra_seconds, self.count) < (other.extra_seconds, other.count)

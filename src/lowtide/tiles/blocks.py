@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from lowtide.ir.graph import Graph, Op, Ref, Tile, Tiled
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
 from lowtide.ir.simulate import allocator_of
+from lowtide.ir.walk import walk
 
 TARGET = "lowtide.block.default"
 _KNOWN: WeakKeyDictionary[Graph, Contracted] = WeakKeyDictionary()
@@ -134,12 +135,8 @@ def _held_inside(graph: Graph, block: Tile, inner: frozenset[int]) -> int:
     """The most that a block holds beside what it is given and what it leaves behind."""
     held = allocator_of(graph.device).held
     live = most = 0
-    for step in _inside(graph, block, inner):
-        match step:
-            case Compute(number):
-                op = graph.ops[number]
-                live += sum(held(graph.counted_bytes(value)) for value in op.creates if value in inner)
-                most = max(most, live + op.workspace_bytes)
-            case Free(value):
-                live -= held(graph.counted_bytes(value))
+    for event in walk(graph, Schedule(tuple(_inside(graph, block, inner)))):
+        live += sum(held(graph.counted_bytes(value)) for value in event.born if value in inner)
+        live -= sum(held(graph.counted_bytes(value)) for value in event.died)
+        most = max(most, live + (0 if event.op is None else event.op.workspace_bytes))
     return most

@@ -41,7 +41,7 @@ from lowtide.tiles.region import Passage, Region, described
 from lowtide.tiles.rules import Slot, slots
 
 _HALF = ("float16", "bfloat16")
-Stage: TypeAlias = "tuple[_Cutting, int]"  # of a region the stage of that number
+Stage: TypeAlias = "tuple[_Sliced, int]"  # of a region the stage of that number
 _INTO = {"mm": "aten.addmm_.default", "bmm": "aten.baddbmm_.default"}  # kernels that add to what is there
 # On CUDA, kernels for factors of half precision that make a product in another type, and that add it up so.
 _EXACT = {
@@ -92,7 +92,7 @@ class _Tiling:
         self.blocks: list[Tile] = []
         self._stages: dict[int, Stage] = {}  # of the ops that are in regions
         for each in cuts:
-            region = _Cutting(self, each)
+            region = _Sliced(self, each)
             self._stages |= {number: (region, stage) for number, stage in region.stages.items()}
 
     def graph(self) -> Graph:
@@ -256,7 +256,7 @@ class _Tiling:
         return tuple(self._same(item) for item in arg) if isinstance(arg, tuple) else arg
 
 
-class _Cutting:
+class _Sliced:
     """One region on its way into blocks."""
 
     def __init__(self, tiling: _Tiling, given: Cut) -> None:
@@ -503,7 +503,7 @@ class _Slice:
 
     def __init__(
         self,
-        region: _Cutting,
+        region: _Sliced,
         part: Range,
         phase: Phase,
         ops: frozenset[int],
@@ -684,7 +684,7 @@ class _Slice:
 class _Sums:
     """What a block adds up over its slices."""
 
-    def __init__(self, region: _Cutting) -> None:
+    def __init__(self, region: _Sliced) -> None:
         self.region = region
         self.tiling = region.tiling
         self._totals: dict[int, int] = {}  # an old value, and the tensor that it is added up in

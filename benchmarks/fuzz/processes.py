@@ -5,6 +5,7 @@ A process works through a part of the trials and says which it begins, so that i
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -64,6 +65,7 @@ def _work(tasks: list[Task], telling: Connection) -> None:
     with open(os.devnull, "w") as nowhere:  # what profilers print
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
+    gc.freeze()  # each measurement collects garbage: among all that was imported that took half the time
     for seed, way, budget in tasks:
         telling.send(tried(recipe(seed), way, budget))
 

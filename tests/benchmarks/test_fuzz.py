@@ -8,7 +8,7 @@ from benchmarks.fuzz.processes import rows_of
 from benchmarks.fuzz.report import line
 from benchmarks.fuzz.trial import BAD
 
-_SEEDS, _QUICK, _AT_ONCE = 48, 40, 4
+_SEEDS, _QUICK, _AT_ONCE = 200, 40, 4
 _SECONDS = 600  # that one seed may take, however busy the machine is
 
 

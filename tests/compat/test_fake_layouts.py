@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowtide
 from lowtide.compat.fake_layouts import laid_out_as_kernels_do
 from lowtide.compat.kernels import functional_batch_norm
-from lowtide.compat.tensors import tensors_in
+from lowtide.compat.tensors import storage_key, tensors_in
+
+aten = torch.ops.aten
 
 C = 8
 LAST = torch.channels_last
@@ -189,3 +191,23 @@ def test_a_norm_over_transposed_places_trains_by_a_plan_to_the_bit() -> None:
     model(x).backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+
+
+def test_the_two_biases_of_a_recurrent_layer_get_gradients_of_their_own() -> None:
+    def storages() -> list[int]:
+        x, hx, cx = torch.ones(4, 6, C), torch.ones(6, C), torch.ones(6, C)
+        weights = [torch.ones(4 * C, C), torch.ones(4 * C, C), torch.ones(4 * C), torch.ones(4 * C)]
+        how: tuple[Any, ...] = (2, C, 1, True, True, False, [], False)
+        made = aten.mkldnn_rnn_layer(x, *weights, hx, cx, False, [], 2, C, 1, True, False, False, True)
+        output, hy, cy, kept = made
+        gradients = aten.mkldnn_rnn_layer_backward(
+            x, *weights, hx, cx, output, hy, cy, output, None, None, False, *how, kept
+        )
+        return [
+            each.untyped_storage().nbytes()
+            for each in {storage_key(each): each for each in gradients}.values()
+        ]
+
+    with laid_out_as_kernels_do(), FakeTensorMode():
+        fakes = storages()
+    assert fakes == storages()

@@ -29,6 +29,7 @@ PRIVATE = (
     Private("torch.ops.aten._native_batch_norm_legit", "a BatchNorm that may keep no statistics"),
     Private("torch.ops.aten._native_batch_norm_legit_no_training", "a BatchNorm in evaluation"),
     Private("torch.ops.aten._log_softmax_backward_data", "the backward of a logarithm of probabilities"),
+    Private("torch.ops.aten.mkldnn_rnn_layer_backward", "the backward of a recurrent layer on the CPU"),
     Private("torch._debug_has_internal_overlap", "whether a tensor names a place in memory twice"),
 )
 
@@ -152,6 +153,11 @@ def _in_memory_of_all(args: Sequence[Any], made: torch.Tensor) -> torch.Tensor:
     return memory.as_strided((), ())
 
 
+def _biases_apart(args: Sequence[Any], made: Any) -> Any:
+    """The two biases of a recurrent layer get gradients of their own, though of the same numbers."""
+    return (*made[:4], torch.empty_like(made[4]), *made[5:])
+
+
 _MADE_ANEW: Mapping[Any, Callable[[Sequence[Any], Any], Any]] = {
     **dict.fromkeys(
         (
@@ -172,6 +178,7 @@ _MADE_ANEW: Mapping[Any, Callable[[Sequence[Any], Any], Any]] = {
         ),
         _in_memory_of_all,
     ),
+    aten.mkldnn_rnn_layer_backward.default: _biases_apart,
 }
 _LIKE_WHAT_IS_COPIED = (copied_to.default, aten.clone.default)  # pointwise, and no pointwise kernels
 

@@ -3,7 +3,8 @@
 Loss, gradients, buffers and random streams have to be the same to the last bit, and the peak within what was
 promised. Where two plain steps differ, because a kernel is not deterministic, each number of the planned one
 may be a few times as far from them as they are from each other, or as another order of sums explains; under
-autocast, and in half precision, as far as rounding explains.
+autocast, and in half precision, as far as rounding explains: some roundings, or what one rounding of the
+weights makes of a number that is nothing but rounding (the gradient of a bias before a norm).
 """
 
 from __future__ import annotations
@@ -147,15 +148,28 @@ def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _numbers_of_plain(step: RealStep) -> _Alike | None:
     """What the plain step leaves behind, and how far others may be from it; None if it has no room."""
+    rounding = _rounding(step)
     try:
         with as_found(step.spec) as put_back:
             first = _numbers(step)
             put_back()
+            _round_otherwise(step, rounding)
             second = _numbers(step)
     except torch.OutOfMemoryError:
         gc.collect()
         return None
-    return _Alike.of(first, second, _ROUNDINGS * _rounding(step))
+    return _Alike.of(first, second, _ROUNDINGS * rounding)
+
+
+def _round_otherwise(step: RealStep, rounding: float) -> None:
+    """Move every weight up or down by so large a part of itself."""
+    if not rounding:
+        return
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in step.spec.model.parameters():
+            up_or_down = torch.randint(2, weight.shape, generator=generator).to(weight.device) * 2 - 1
+            weight.mul_(1 + rounding * up_or_down)
 
 
 @dataclass(frozen=True)

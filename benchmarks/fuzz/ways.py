@@ -16,15 +16,17 @@ from lowtide.backend import plans_of as plans_of_backend
 from lowtide.compat.composites import as_they_run
 from lowtide.compat.dynamo import drawing_as_eager
 from lowtide.compat.fake_kernels import as_kernels_do
-from lowtide.ir.graph import Graph
+from lowtide.ir.graph import Graph, Phase, Ref
+from lowtide.ir.recomputable import BETWEEN_GRAPHS
 from lowtide.planner.verify import allowed_bytes
-from lowtide.solvers.solution import GraphSolution
+from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.trace.step import loss_of
 
 LOWEST, BYTES = "min", "bytes"
 BY_LAYERS = "by layers"
 BUDGETS = ("90%", "70%", LOWEST, BYTES)
 _PARTS = {"90%": 0.9, "70%": 0.7, BYTES: 0.8}  # of the plain peak
+_FACTOR_BYTES, _PRODUCTS = 8, ("aten.mul.Tensor", "aten.div.Tensor")  # see docs/counted.md
 _NUMBER = 8  # a loss is handed back, and is not of the arena
 
 Step = Callable[[], tuple[Tensor, Any]]  # forward, loss and backward; gives the loss and the output
@@ -99,9 +101,18 @@ def _optimized(subject: Subject, **options: Any) -> Planned:
         return "partly" if solution.remark else "by ops"
 
     def promise() -> Promise:
-        return Promise(allowed_bytes(lowtide.plans_of(model)[-1]))
+        plan = lowtide.plans_of(model)[-1]
+        return Promise(allowed_bytes(plan) + _bytes_of_factors(plan))
 
     return Planned(step_of(subject, model), promise, how, lambda: lowtide.remove(model))
+
+
+def _bytes_of_factors(plan: Solution | GraphSolution) -> int:
+    """What autograd keeps of numbers that tensors are multiplied by between graphs."""
+    if not isinstance(plan, GraphSolution):
+        return 0
+    between = (op for op in plan.graph.ops if op.section == BETWEEN_GRAPHS and op.phase is Phase.FORWARD)
+    return _FACTOR_BYTES * sum(op.target in _PRODUCTS and not isinstance(op.args[1], Ref) for op in between)
 
 
 class _Whole(nn.Module):

@@ -202,6 +202,18 @@ def test_a_budget_that_graphs_keep_alone_but_not_together_is_refused_until_it_is
             assert peak(planned, ROWS) <= lowest.peak_bytes
 
 
+def test_a_graph_that_is_refused_alone_names_a_least_that_is_not_taken_for_the_steps() -> None:
+    least = {"budget": "min"}
+    planned = compiled(Broken(), least)
+    for _ in range(2):
+        peak(planned, ROWS)
+    (lowest,) = plans_of(least)
+    torch._dynamo.reset()
+    with pytest.raises(InfeasibleBudget, match=r"least of one graph; a step of several.*\"min\"") as refused:
+        compiled(Broken(), {"budget": "1KiB"})(ROWS)
+    assert refused.value.least_bytes < lowest.peak_bytes
+
+
 class Uneven(nn.Module):
     """A deep graph, and one of which nothing is known yet when the deep one is compiled."""
 

@@ -204,6 +204,33 @@ def test_a_tensor_that_is_handed_to_numpy_is_made_of_zeros_or_of_what_is_known()
     assert "numpy" not in vars(torch.Tensor)
 
 
+class Experts(nn.Module):
+    """Rows go to experts, who get as many as are counted, as in JetMoE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.experts = nn.Linear(4, 3), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        chosen = self.layer(rows).argmax(1)
+        counts = F.one_hot(chosen, 3).sum(0).tolist()
+        parts = rows[chosen.argsort()].split(counts)
+        return torch.cat([expert(part).tanh() for expert, part in zip(self.experts, parts, strict=True)])
+
+
+def test_parts_whose_sizes_are_guessed_add_up_to_the_whole() -> None:
+    model = Experts()
+    trace = dry_run(lambda: model(ROWS).sum().backward(), model=model)
+    cut = [tensor.shape for tensor in trace.graph.tensors if tensor.shape in ((8, 4), (0, 4))]
+    assert (0, 4) in cut
+    assert any(str(each).startswith("taken to be all in the first part") for each in trace.graph.assumptions)
+
+
+def test_parts_that_do_not_add_up_for_another_reason_are_an_error_as_ever() -> None:
+    with pytest.raises(RuntimeError, match="split_sizes to sum exactly to 8"):
+        traced(lambda hidden: hidden.split([int(hidden.sum()), 2])[0])
+
+
 # Sizes ----------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,10 @@ from lowtide.solvers.solution import GraphSolution
 from lowtide.text.budget import LOWEST
 
 _OTHERS = "lowtide.other_graphs"
+_ONE_GRAPH = (
+    "That is the least of one graph; a step of several, where graphs break, needs more. Its least is the "
+    'peak under the budget "min".'
+)
 
 
 def planned_alone(graph: Graph, request: Request) -> GraphSolution:
@@ -36,7 +40,8 @@ def planned_alone(graph: Graph, request: Request) -> GraphSolution:
     if budget_bytes is not None and lowest.peak_bytes > budget_bytes:
         running = lowest.timeline.peak_op
         needed_by = "what is always there" if running is None else running.label
-        raise InfeasibleBudget(lowest.method, budget_bytes, lowest.peak_bytes, needed_by, SINGLE_OPS)
+        advice = f"{SINGLE_OPS} {_ONE_GRAPH}"
+        raise InfeasibleBudget(lowest.method, budget_bytes, lowest.peak_bytes, needed_by, advice)
     # Other graphs will need about as much while this one waits, and what it keeps is there beside that.
     sparing = solved_by_all(_with_others_between(graph, lowest.timeline.growth_bytes), sparingly)
     alone = simulate(without_others(sparing.graph), sparing.schedule).peak_bytes

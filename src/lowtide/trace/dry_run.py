@@ -209,6 +209,9 @@ class StepRecorder(Recorder):
     def unknown_size(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.guesses.size(func, args, kwargs)
 
+    def parts(self, whole: torch.Tensor, sizes: list[int], dim: int = 0) -> list[int]:
+        return self.guesses.parts(whole.shape[dim], sizes)
+
     # Tensors that were there before -------------------------------------------------------------------
 
     def twin(self, tensor: torch.Tensor, detached: bool) -> torch.Tensor:

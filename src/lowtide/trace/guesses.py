@@ -90,6 +90,20 @@ class Guesses:
         self._made[Guess("the largest size", line)] = None
         return result
 
+    def parts(self, whole: int, sizes: list[int]) -> list[int]:
+        """Sizes that add up to the `whole` that is cut into so many parts: the first is all of it.
+
+        They stay what they are where they do add up, or were not guessed: tokens that go to experts, say,
+        are counted, and no guess of one count knows of the others.
+        """
+        guessed = {guess.number for guess in self._made}
+        if sum(sizes) == whole or not sizes or not guessed.issuperset(map(repr, sizes)):
+            return sizes
+        line = current_line()
+        self._note(f"the sizes of parts depend on numbers, and the first was taken to be all: {line}")
+        self._made[Guess("all in the first part", line)] = None
+        return [whole, *(0 for _ in sizes[1:])]
+
     def draw(self, between: Range) -> float:
         """A number that Python or numpy draws."""
         most: float = self._told(between.most)

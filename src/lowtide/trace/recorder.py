@@ -73,6 +73,10 @@ class Recorder(TorchDispatchMode, ABC):
     def unknown_size(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What `func` returns where its size depends on numbers that are not known."""
 
+    def parts(self, whole: torch.Tensor, sizes: list[int], dim: int = 0) -> list[int]:
+        """The sizes of the parts that `whole` is cut into, where it was to be cut into `sizes`."""
+        return sizes
+
     @abstractmethod
     def resident(self, found: Resident) -> None:
         """A twin has been made of a tensor that was there before the step."""
@@ -111,6 +115,8 @@ class Recorder(TorchDispatchMode, ABC):
             detached = func is aten.detach.default
             args, kwargs = map_tensors(partial(self._fake, detached=detached), (args, kwargs))
         self.register_residents()
+        if func is aten.split_with_sizes.default:
+            args = (args[0], self.parts(args[0], args[1], *args[2:3]), *args[2:])
         return self._record(func, args, kwargs, self._run(func, args, kwargs), spot)
 
     def _fake(self, tensor: torch.Tensor, detached: bool) -> torch.Tensor:

@@ -24,6 +24,7 @@ from lowtide.aot.held import HeldAround
 from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import uncompiled
+from lowtide.compat.garbage import collecting_seldom
 from lowtide.compat.patches import patched
 from lowtide.compat.tensors import tensors_in
 from lowtide.cost.cuda_rules import cuda_rules
@@ -169,7 +170,7 @@ def _capture(
     constants: Constants | None = None,
 ) -> Graph:
     model = uncompiled(model)
-    with without_modes(), torch.inference_mode(False), torch.enable_grad():
+    with without_modes(), torch.inference_mode(False), torch.enable_grad(), collecting_seldom():
         builder, twins = stage([model], device, name or type(model).__name__, Origin.JOINT)
         recorder = _GraphRecorder(builder, twins, model, assumptions)
         with (

@@ -13,6 +13,7 @@ import torch
 
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.step_graph import step_graph
+from lowtide.compat.garbage import collecting_seldom
 from lowtide.cost.price import with_costs
 from lowtide.errors import InfeasibleBudget
 from lowtide.execute.apply import set_aside
@@ -87,6 +88,10 @@ class StepBudget:
 
     def within(self, method: str | Scheduler, budget: Budget) -> GraphSolution:
         """The same, for a budget that has been read; without one, the lowest peak."""
+        with collecting_seldom():
+            return self._within(method, budget)
+
+    def _within(self, method: str | Scheduler, budget: Budget) -> GraphSolution:
         wanted = budget.bytes_of(lambda: self.plain_peak_bytes)
         if not self.spec.tiles:
             return self._labelled(self._solved(self.graph, method, wanted), wanted)

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowtide.compat.autograd import told_of_functions
 from lowtide.compat.fake_kernels import as_kernels_do
+from lowtide.compat.garbage import collecting_seldom
 from lowtide.compat.patches import patched
 from lowtide.compat.tensors import has_hooks
 from lowtide.compat.views import views_as_they_run
@@ -134,6 +135,7 @@ class StepRecorder(Recorder):
         models, self._models = self._models, ()  # a recorder refers to itself: it must not hold the model
         with ExitStack() as stack:
             stack.callback(self._unhook)
+            stack.enter_context(collecting_seldom())
             stack.enter_context(faked(self.twins, models, optimizer, _stateful_things_used_by(step)))
             stack.enter_context(self.twins.mode)
             stack.enter_context(unnoticed_by_transformers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lowtide
 from lowtide.execute.ops_forward import plans_of
 from lowtide.ir.assumptions import GradientLayouts
 from lowtide.ir.recomputable import BETWEEN_GRAPHS
 from lowtide.solvers.solution import GraphSolution
-from tests.helpers.eager import assert_trains_like_plain
+from tests.helpers.eager import assert_trains_like_plain, mean_square
 from tests.helpers.effort import long_but
 
 
@@ -217,3 +219,38 @@ def test_a_weight_that_is_used_again_under_autocast_around_the_model() -> None:
     model[2].weight = model[0].weight
     with torch.autocast("cpu", torch.bfloat16):
         assert_trains_like_plain(model, torch.randn(32, 16), steps=1)
+
+
+class Parted(nn.Module):
+    """A weight that two graphs use."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(16, 16)
+        self.other = self.layer if again else nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x).tanh()
+        torch._dynamo.graph_break()
+        x = self.other(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_it_is_said_where_autocast_casts_a_weight_for_each_graph(again: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        lowtide.optimize(Parted(again), torch.randn(32, 16), budget="min", loss=mean_square, profile=False)
+    said = [
+        str(each.message)
+        for each in told
+        if "autocast casts a weight once for each graph" in str(each.message)
+    ]
+    assert len(said) == again
+    assert all("layer.weight, layer.bias is rounded otherwise" in each for each in said)
+
+
+def test_it_is_not_said_without_autocast_around_the_graphs() -> None:
+    solution = lowtide.plan(Parted(True), torch.randn(32, 16), budget="min", loss=mean_square, profile=False)
+    assert not solution.remark

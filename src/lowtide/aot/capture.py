@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lowtide.aot.between import nodes_between
+from lowtide.aot.casts import CAST_PER_GRAPH
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.held import HeldAround
 from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections
@@ -378,6 +379,7 @@ class _GraphRecorder(Recorder):
             if gradient is not None and self.builder.values[gradient].role is Role.INTERMEDIATE:
                 self.builder.set_role(gradient, Role.GRADIENT, gradient_name(leaf.name), leaf.module)
         self._add_assigned_buffers()
+        self._note_casts()
         self.builder.notes.update(self.sections.notes)
         graph = self._held.in_graph(self.builder.finish(value for _, value in self.alive()))
         # On another path an output that got no gradient on this one may get one.
@@ -385,6 +387,15 @@ class _GraphRecorder(Recorder):
         found = (*gradientless, *self.sections.found_layouts(), *self.sections.entries.found())
         _refuse_recurrent_layers_of_cudnn(graph)
         return replace(graph, assumptions=found)
+
+    def _note_casts(self) -> None:
+        """Say which weights several graphs cast."""
+        values = (self.builder.value_of(weight) for weight in self.sections.casts.found())
+        names = dict.fromkeys(self.builder.values[value].name for value in values if value is not None)
+        if names:
+            self.sections.notes[
+                f"{CAST_PER_GRAPH}: the gradient of {', '.join(names)} is rounded otherwise"
+            ] = None
 
     def _add_assigned_buffers(self) -> None:
         """What the step leaves in place of a buffer, where that is another tensor, is a result of it."""

@@ -3,12 +3,14 @@
 Autocast keeps the casts of weights until its outermost block ends: a weight that is used again, tied or in a
 module that is called twice, is cast once, and what its uses contribute to its gradient is added up in half
 precision. Tracing casts it for each use, and adds up in full precision. So the cast is written into the
-graph, before the first of these uses, for all of them.
+graph, before the first of these uses, for all of them. Where several graphs use it each of them casts it:
+that is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -20,6 +22,7 @@ from lowtide.compat.kernels import copied_to
 from lowtide.compat.tensors import tensors_in
 
 _TO = copied_to.default
+CAST_PER_GRAPH = "autocast casts a weight once for each graph that uses it, in plain training once for all"
 
 
 def cast_once(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -41,6 +44,60 @@ def cast_once(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         for user in users:
             user.replace_input_with(weight, cast)
     return fx.GraphModule(module, graph) if several else module
+
+
+class SharedCasts:
+    """Which weights several graphs of a step cast, where one block of autocast is around all of them."""
+
+    def __init__(self) -> None:
+        self._casts: dict[tuple[int, torch.dtype], tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def watch(
+        self, module: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Makes what runs `module` write down which weights it casts. `module` is looked at now."""
+        casts = list(_casts_within_the_block(module, inputs))
+
+        def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+            def watched_call(*args: Any) -> Any:
+                for position, dtype in casts:
+                    self._cast(args[position], dtype)
+                return call(*args)
+
+            return watched_call if casts else call
+
+        return watched
+
+    def found(self) -> Iterator[torch.Tensor]:
+        """The weights that more than one graph has cast."""
+        for reference, count in self._casts.values():
+            weight = reference()
+            if weight is not None and count > 1:
+                yield weight
+
+    def _cast(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        known = self._casts.get((id(weight), dtype))
+        before = known[1] if known is not None and known[0]() is weight else 0
+        self._casts[id(weight), dtype] = weakref.ref(weight), before + 1
+
+
+def _casts_within_the_block(
+    module: fx.GraphModule, inputs: Sequence[Any]
+) -> Iterator[tuple[int, torch.dtype]]:
+    """Which inputs are cast, and to what, before the block of autocast ends that is around the graph."""
+    if not _nesting():
+        return
+    nodes = module.graph.find_nodes(op="placeholder")
+    positions = {node: at for at, (node, arg) in enumerate(zip(nodes, inputs, strict=True)) if _is_kept(arg)}
+    for weight, dtype, _ in _uses(module.graph, {node.name for node in positions}):
+        yield positions[weight], dtype
+
+
+def _nesting() -> int:
+    """How many blocks of autocast are open."""
+    depth: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
 
 
 def _is_kept(arg: Any) -> bool:
@@ -74,8 +131,7 @@ class _Blocks:
     def __enter__(self) -> Self:
         self.keeps_casts = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # fakes are cast here
-        self._depth = torch.autocast_increment_nesting() - 1
-        torch.autocast_decrement_nesting()
+        self._depth = _nesting()
         return self
 
     def __exit__(self, *_: object) -> None:

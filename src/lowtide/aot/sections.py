@@ -22,6 +22,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import fx, nn
 
+from lowtide.aot.casts import SharedCasts
 from lowtide.aot.graph_backend import CapturedGraph, TakenApart
 from lowtide.aot.halves import module_stack
 from lowtide.aot.known import known_of
@@ -229,6 +230,7 @@ class Sections:
         self.returned = returned
         self.here: Spot | None = None
         self.entries = Entries()
+        self.casts = SharedCasts()
         self.graphs: list[_WalkedGraph] = []
         self.constants: list[torch.Tensor] = []  # which the graphs have, as the user's code writes them
         self.notes: dict[str, None] = {}
@@ -250,8 +252,8 @@ class Sections:
         """Capture one of Dynamo's graphs."""
         graph = _WalkedGraph(self, self.count, differentiable_outputs(module))
         self.graphs.append(graph)
-        watched = self.entries.watch(graph.number, module)
-        return watched(graph.compile(module, inputs, known_of(graph.number, self.assumptions)))
+        watched, noted = self.entries.watch(graph.number, module), self.casts.watch(module, inputs)
+        return noted(watched(graph.compile(module, inputs, known_of(graph.number, self.assumptions))))
 
     def taken_apart(self) -> list[TakenApart]:
         """The graphs, for a backend that is to run them now. This one is done with them."""

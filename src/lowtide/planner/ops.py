@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 
+from lowtide.aot.casts import CAST_PER_GRAPH
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.step_graph import step_graph
 from lowtide.compat.garbage import collecting_seldom
@@ -155,4 +156,5 @@ class StepBudget:
             fingerprint=fingerprint(self.spec.model),
             inputs=inputs,
             torch_version=torch.__version__.partition("+")[0],
+            remark="; ".join(note for note in self.graph.notes if note.startswith(CAST_PER_GRAPH)),
         )

@@ -62,8 +62,8 @@ def passage(graph: Graph, op: Op, where: Slot | int, place: Place) -> Passage | 
     parts = [(known[dim] if dim != ABSENT else "", size) for dim, size in place]
     if any(not label and size > 1 for label, size in parts):
         return f"{op.label} is not indexed by all of the dimension"
-    if coupling := {label for label, _ in parts} & rule.couples:
-        return f"{op.label} couples what is sliced" if coupling else ""
+    if {label for label, _ in parts} & rule.couples:
+        return f"{op.label} couples what is sliced"
     parts = [(label, size) for label, size in parts if label] or [("", 1)]
 
     def place_by(labels: Labels) -> Place | None:

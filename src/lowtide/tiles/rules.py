@@ -202,9 +202,10 @@ def _reduction(call: OpView) -> Labelled | None:
     shape = call.shape(0)
     labels = _names(len(shape))
     kernel = short_name(call.op.target)
-    gone = _chosen(call, 1, len(shape)) if len(call.op.args) > 1 else frozenset[str]()
+    is_of_all = call.op.target == "aten.var.default"  # it takes a flag where others take dimensions
+    gone = frozenset[str]() if is_of_all else _chosen(call, 1, len(shape))
     gone = gone or frozenset(labels)
-    if len(call.op.outputs) != 1 or (kernel == "var" and len(call.op.args) < 2):
+    if len(call.op.outputs) != 1:
         return None
     keeps = len(call.made()) == len(shape)
     kept = tuple(_FREE if label in gone else label for label in labels if keeps or label not in gone)

@@ -672,10 +672,7 @@ class _Slice:
 
     def _size(self, found: Passage, at: int) -> int:
         """How long one part of the sliced dimension is in this slice."""
-        place = next(each for each in found.makes if each is not None)
-        assert place is not None
-        number = next(output for output, each in enumerate(found.makes) if each is not None)
-        del number
+        place = next(each for each in (*found.makes, *found.takes.values()) if each is not None)
         shape = [size for _, size in place]
         unit = Tensor(0, 0, tuple(shape), contiguous(shape), 0, "uint8")
         return narrowed(unit, tuple(enumerate(shape)), self.part).shape[at]
@@ -785,23 +782,29 @@ class _Sums:
     def finish(self, phase: Phase) -> None:
         """Make of the totals what the plain ops made."""
         for value, (op, tensor) in self._last.items():
-            if tensor.dtype in _HALF and value not in self.region.unscaled:
+            if tensor.dtype in _HALF and value not in self.region.unscaled and value not in self._averaged:
                 self._cast(op, self._totals[value], tensor.dtype, value, phase)
         for value, (op, found) in self._averaged.items():
             assert found.averaged is not None
             tensor = self._tensor(op, found.averaged.result)
-            by = self._tensor(op, found.averaged.by)
-            tiling = self.tiling
-            tiling.add(
-                tiling.op(
+            total, by = self._totals[value], self.total(op, found.averaged.by)
+            exact = replace(tensor, dtype=self.tiling.tensors[total].dtype)
+            if exact.dtype != tensor.dtype:
+                size = item_bytes(exact.dtype) * extent(enumerate(tensor.shape))
+                exact = replace(exact, value=self.tiling.value(size, value))
+            made = self.tiling.look(exact)
+            self.tiling.add(
+                self.tiling.op(
                     op,
                     "aten.div.Tensor",
-                    (Ref(self._totals[value]), Ref(tiling.look(by))),
-                    outputs=(tiling.look(tensor),),
-                    creates=(value,),
+                    (Ref(total), Ref(by)),
+                    outputs=(made,),
+                    creates=(exact.value,),
                     phase=phase,
                 )
             )
+            if exact.dtype != tensor.dtype:
+                self._cast(op, made, tensor.dtype, value, phase)
 
 
 def _before(graph: Graph) -> tuple[Graph, Sequence[int], tuple[Tile, ...]]:

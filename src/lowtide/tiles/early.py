@@ -57,8 +57,9 @@ class Early:
 def early(graph: Graph, region: Region) -> Early | None:
     """How to run the backward of `region` with its forward; None if that cannot be.
 
-    It cannot where it needs more than single numbers that come later, or is not proportional to them, nor in
-    float16, where ones in place of small numbers may be too large.
+    It cannot where it needs more than single numbers that come later, or is not proportional to them, nor
+    where all slices have to be there before one can go on, nor in float16, where ones in place of small
+    numbers may be too large.
     """
     phases = {graph.ops[number].phase for number in region.ops}
     if phases != {Phase.FORWARD, Phase.BACKWARD}:
@@ -68,14 +69,19 @@ def early(graph: Graph, region: Region) -> Early | None:
     ones: set[int] = set()
     for number in sorted(region.ops):
         op = graph.ops[number]
-        if op.phase is not Phase.BACKWARD:
-            continue
-        for _, tensor in slots(op):
+        for slot, tensor in slots(op):
             look = graph.tensors[tensor]
+            is_made_here = graph.creator.get(look.value) in region.ops
+            if is_made_here and look.value not in late and region.ops[number].takes.get(slot) is None:
+                return None
             if look.value in late:
+                if op.phase is Phase.FORWARD:
+                    return None
                 if graph.values[look.value].bytes != item_bytes(look.dtype):
                     return None
                 ones.add(look.value)
+        if op.phase is Phase.FORWARD:
+            continue
         found = _factor(graph, op, factors, late)
         if found is None or any(_dtype(graph, made) == "float16" for made in op.outputs):
             return None
@@ -86,13 +92,15 @@ def early(graph: Graph, region: Region) -> Early | None:
 def _late(graph: Graph, region: Region) -> frozenset[int]:
     """What is there only when the forward of the region is over."""
     late: set[int] = set()
+    inside = {value for number in region.ops for value in graph.ops[number].creates}
     in_forward = {value for op in graph.ops if op.phase is Phase.FORWARD for value in op.reads}
     for value in graph.resident:
         if value not in in_forward and graph.values[value].role not in (Role.PARAMETER, Role.BUFFER):
             late.add(value)
     for op in graph.ops:
         if op.id not in region.ops:
-            if op.phase is not Phase.FORWARD or not late.isdisjoint(op.reads):
+            waits = not (late.isdisjoint(op.reads) and inside.isdisjoint(op.reads))
+            if op.phase is not Phase.FORWARD or waits:
                 late.update(op.creates)
         elif op.phase is Phase.FORWARD:
             sums = region.ops[op.id].summed

@@ -479,7 +479,8 @@ class _Sliced:
                     total = number
                     continue
                 first = (Ref(total),) if total is not None else (1.0,)
-                total = self._small(op, target, (*first, Ref(number)), dtype)
+                known = "bool" if total is None else self.tiling.tensors[total].dtype
+                total = self._small(op, target, (*first, Ref(number)), _float_of(known, dtype))
         assert total is not None, "a factor is made of something"
         self._scales[factor] = total
         return total
@@ -858,6 +859,14 @@ def _available(
     if maker in stages and maker is not None:
         return stages[maker] + 1
     return complete.get(value, 0)
+
+
+def _float_of(one: str, other: str) -> str:
+    """The type in which numbers of two types are multiplied or divided, of which one is floating."""
+    found = {dtype for dtype in (one, other) if "float" in dtype}
+    if len(found) == 1:
+        return found.pop()
+    return "float64" if "float64" in found else "float32"
 
 
 def _first(args: tuple[Arg, ...]) -> int:

@@ -87,19 +87,26 @@ def region_at_the_largest(graph: Graph, dims: tuple[int, ...]) -> Region:
 
     seed = max(forward, key=size)
     shape = graph.tensors[largest(graph, seed)[1]].shape
-    region = grown(graph, seed.id, dims or tuple(range(len(shape) - 1)))
+    leading = tuple(range(len(shape) - 1))
+    region = grown(graph, seed.id, tuple(dim % len(shape) for dim in dims) or leading)
     assert isinstance(region, Region), region
     return region
 
 
 def assert_as_near(
-    found: Mapping[str, Tensor], plain: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+    found: Mapping[str, Tensor],
+    plain: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    dtype: torch.dtype,
 ) -> None:
-    """Errors are at most half as large again as those of plain training, but for the last rounding."""
+    """Errors are at most half as large again as those of plain training in `dtype`, but for a last rounding.
+
+    In bfloat16 that is a part of one: it must not hide what many roundings add up to.
+    """
+    last = torch.finfo(dtype).eps * (1.0 if dtype is torch.float32 else 0.25)
     assert found.keys() == plain.keys()
     for name, right in reference.items():
         mine, other = ((each[name].double() - right).norm().item() for each in (found, plain))
-        last = torch.finfo(found[name].dtype).eps * (1.0 if right.numel() == 1 else 0.25)
         allowed = 1.5 * other + last * right.norm().item()
         assert mine <= allowed, f"{name}: off by {mine:.2e}, plain training by {other:.2e}"
 
@@ -121,7 +128,7 @@ def assert_trains_in_slices(case: Case, dtype: torch.dtype) -> list[Graph]:
         assert tiled.tiled is not None
         assert max(block.spared_bytes for block in tiled.tiled.blocks) == biggest
         direct = results_of(tiled, given)
-        assert_as_near(direct, plain, reference)
+        assert_as_near(direct, plain, reference, dtype)
         for name, tensor in results_of(tiled, given, Memory.STATIC).items():
             assert torch.equal(tensor, direct[name]), f"{name} is another in static memory"
         found.append(tiled)

@@ -102,9 +102,11 @@ class Rung:
         return None if origin < 0 else self.plain.ops[origin]
 
     def _finer(self, first: int, needed: int) -> Rung | None:
-        """With more slices in the family that the block at `first` is of."""
+        """With more slices in the family that the block at `first` is of; None if no block is there."""
         assert self.graph.tiled is not None, "only then there are blocks"
-        block = next(block for block in self.graph.tiled.blocks if block.first == first)
+        block = next((block for block in self.graph.tiled.blocks if block.first == first), None)
+        if block is None:
+            return None  # it scales what a block has made
         for at, family in enumerate(self.families):
             if block.ops[0] not in family.ops:
                 continue

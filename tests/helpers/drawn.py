@@ -15,7 +15,7 @@ from lowtide.compat.tensors import tensors_in
 from lowtide.execute.executor import evaluate
 from lowtide.execute.out_variants import kernel, tensor_leaves
 from lowtide.ir.builder import Growing
-from lowtide.ir.graph import Arg, Graph, Origin, Phase, Ref, Role, Symbol
+from lowtide.ir.graph import Arg, Graph, Origin, Phase, Ref, Role, StepName, Symbol
 from lowtide.ir.validate import validate
 from lowtide.trace.graph_builder import GraphBuilder
 
@@ -35,6 +35,7 @@ class _Writer(TorchDispatchMode):
     def __init__(self, builder: GraphBuilder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.builder = builder
+        self.phase = Phase.FORWARD
         self.alive: list[Tensor] = []  # storages are known by their addresses
 
     def __torch_dispatch__(
@@ -42,7 +43,7 @@ class _Writer(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.alive.extend(tensors_in(args, result))
-        self.builder.add_op(func, args, kwargs or {}, result, phase=Phase.FORWARD)
+        self.builder.add_op(func, args, kwargs or {}, result, phase=self.phase)
         return result
 
 
@@ -63,6 +64,44 @@ def drawn(function: Function, inputs: Sequence[Tensor]) -> Drawn:
     results = dict(graph.results)
     inside = tuple(results[f"x{position}"] for position in range(len(inputs)))
     return Drawn(replace(graph, results=()), inside, results["y"])
+
+
+def drawn_results(function: Function, inputs: Sequence[Tensor]) -> tuple[Graph, dict[str, Tensor]]:
+    """The graph of what `function` makes of tensors, and these by name. Its results are y0, y1, …."""
+    builder = GraphBuilder("drawn", Origin.JOINT, "cpu", {})
+    known = {f"x{position}": tensor.detach() for position, tensor in enumerate(inputs)}
+    for name, tensor in known.items():
+        builder.add_value(tensor, Role.BATCH, name)
+    writer = _Writer(builder)  # it holds what is made, so that no storage takes the address of another
+    with writer:
+        results = list(tensors_in(function(*known.values())))
+    for position, result in enumerate(results):
+        builder.add_result(f"y{position}", result)
+    values = [builder.value_of(result) for result in results]
+    return validate(builder.finish([value for value in values if value is not None])), known
+
+
+def drawn_training(function: Function, parameters: Sequence[Tensor]) -> tuple[Graph, dict[str, Tensor]]:
+    """The graph of a loss that `function` makes of p0, p1, … and of its gradients, and what that is given."""
+    builder = GraphBuilder("drawn", Origin.JOINT, "cpu", {})
+    known = {f"p{position}": tensor.detach() for position, tensor in enumerate(parameters)}
+    seed = torch.tensor(2.0, dtype=parameters[0].dtype)
+    owned = [tensor.clone().requires_grad_() for tensor in known.values()]
+    for name, tensor in zip(known, owned, strict=True):
+        builder.add_value(tensor, Role.PARAMETER, name)
+    builder.add_value(seed, Role.GRADIENT, StepName.LOSS_GRADIENT)
+    writer = _Writer(builder)  # it holds what is made, so that no storage takes the address of another
+    with writer:
+        loss = function(*owned)
+        writer.phase = Phase.BACKWARD
+        gradients = torch.autograd.grad(loss, owned, seed, allow_unused=True)
+    made = {"loss": loss.detach()}
+    made |= {f"{name}.grad": each for name, each in zip(known, gradients, strict=True) if each is not None}
+    for name, tensor in made.items():
+        builder.add_result(name, tensor)
+    values = [builder.value_of(tensor) for tensor in made.values()]
+    graph = validate(builder.finish([value for value in values if value is not None]))
+    return graph, {**known, StepName.LOSS_GRADIENT: seed}
 
 
 def with_seed(found: Drawn | Graph, tensor: int, name: str = "seed") -> tuple[Graph, int]:

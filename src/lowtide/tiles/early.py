@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lowtide.ir.graph import Graph, Op, Phase, Role, short_name
 from lowtide.ir.validate import item_bytes
-from lowtide.tiles.region import Region
+from lowtide.tiles.region import Region, summed
 from lowtide.tiles.rules import LINEAR, SUMS, Slot, slots
 
 _LOSS = ("nll_loss_backward", "nll_loss2d_backward")  # its last argument is what it divides by
@@ -64,15 +64,15 @@ def early(graph: Graph, region: Region) -> Early | None:
     phases = {graph.ops[number].phase for number in region.ops}
     if phases != {Phase.FORWARD, Phase.BACKWARD}:
         return None
-    late = _late(graph, region)
+    late, sums = _late(graph, region), summed(graph, region)
     factors: dict[int, Factor] = {}
     ones: set[int] = set()
     for number in sorted(region.ops):
         op = graph.ops[number]
         for slot, tensor in slots(op):
             look = graph.tensors[tensor]
-            is_made_here = graph.creator.get(look.value) in region.ops
-            if is_made_here and look.value not in late and region.ops[number].takes.get(slot) is None:
+            is_whole = region.ops[number].takes.get(slot) is None or look.value in sums
+            if graph.creator.get(look.value) in region.ops and look.value not in late and is_whole:
                 return None
             if look.value in late:
                 if op.phase is Phase.FORWARD:
@@ -92,6 +92,7 @@ def early(graph: Graph, region: Region) -> Early | None:
 def _late(graph: Graph, region: Region) -> frozenset[int]:
     """What is there only when the forward of the region is over."""
     late: set[int] = set()
+    sums = summed(graph, region)
     inside = {value for number in region.ops for value in graph.ops[number].creates}
     in_forward = {value for op in graph.ops if op.phase is Phase.FORWARD for value in op.reads}
     for value in graph.resident:
@@ -103,12 +104,7 @@ def _late(graph: Graph, region: Region) -> frozenset[int]:
             if op.phase is not Phase.FORWARD or waits:
                 late.update(op.creates)
         elif op.phase is Phase.FORWARD:
-            sums = region.ops[op.id].summed
-            late.update(
-                graph.tensors[made].value
-                for position, made in enumerate(op.outputs)
-                if made is not None and position in sums
-            )
+            late.update(sums.intersection(op.creates))
     return frozenset(late)
 
 

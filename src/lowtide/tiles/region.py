@@ -241,6 +241,16 @@ class _Growth:
                         yield op
 
 
+def summed(graph: Graph, region: Region) -> frozenset[int]:
+    """The values that are sums over the slices: there when all of these are over, whoever looks at them."""
+    return frozenset(
+        graph.tensors[made].value
+        for number, found in region.ops.items()
+        for position, made in enumerate(graph.ops[number].outputs)
+        if made is not None and position in found.summed
+    )
+
+
 def enumerate_sizes(shape: Ints) -> list[tuple[int, int]]:
     """The dimensions of a shape as a place."""
     return list(enumerate(shape))

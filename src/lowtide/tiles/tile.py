@@ -37,7 +37,7 @@ from lowtide.ir.strides import contiguous
 from lowtide.ir.validate import item_bytes, validate
 from lowtide.tiles.axis import Compact, Place, Range, extent, narrowed, ranges
 from lowtide.tiles.early import NOTHING, Early, Factor
-from lowtide.tiles.region import Passage, Region, described
+from lowtide.tiles.region import Passage, Region, described, summed
 from lowtide.tiles.rules import Slot, slots
 
 _HALF = ("float16", "bfloat16")
@@ -276,13 +276,14 @@ class _Sliced:
         if self.ahead is not None:
             self.stages = dict.fromkeys(self.stages, 0)
         self._largest_bytes = max(self.old.values[each].bytes for each in self.region.axes)
+        self._summed = summed(self.old, self.region)
         self.whole = frozenset(self._made_whole())
         self.unscaled: dict[int, int] = {}  # what a backward makes that runs ahead, and what it makes it as
         self._ones: dict[int, int] = {}
         self._scales: dict[Factor, int] = {}  # tensors
         for number in self.region.ops:
             for value in self.old.ops[number].creates:
-                if value not in self.whole and not self._is_summed(value):
+                if value not in self.whole and value not in self._summed:
                     tiling.values[value] = replace(tiling.values[value], bytes=0)
 
     def is_in_time(self, number: int) -> bool:
@@ -291,19 +292,12 @@ class _Sliced:
 
     # What leaves a block ------------------------------------------------------------------------------
 
-    def _is_summed(self, value: int) -> bool:
-        op = self.old.ops[self.old.creator[value]]
-        found = self.region.ops[op.id]
-        return any(
-            output is not None and self.old.tensors[output].value == value and number in found.summed
-            for number, output in enumerate(op.outputs)
-        )
-
     def _made_whole(self) -> Iterator[int]:
         """What the region makes slice by slice and somebody needs as a whole."""
         for number in self.region.ops:
             for value in self.old.ops[number].creates:
-                if value in self.region.axes and self._is_needed_whole(value, number):
+                is_sliced = value in self.region.axes and value not in self._summed
+                if is_sliced and self._is_needed_whole(value, number):
                     yield value
 
     def _is_needed_whole(self, value: int, maker: int) -> bool:
@@ -368,7 +362,7 @@ class _Sliced:
                 maker = self.old.creator.get(value)
                 if maker is None or maker in wanted or maker not in self.stages:
                     continue
-                if value in self.whole or self._is_summed(value):
+                if value in self.whole or value in self._summed:
                     continue
                 wanted.add(maker)
                 waiting.append(maker)
@@ -461,8 +455,8 @@ class _Sliced:
 
     def _exact(self, tensor: Tensor) -> str:
         """The type in which a value is made that is to be scaled."""
-        summed = self._is_summed(tensor.value)
-        return "float32" if summed and tensor.dtype in _HALF else tensor.dtype
+        is_summed = tensor.value in self._summed
+        return "float32" if is_summed and tensor.dtype in _HALF else tensor.dtype
 
     def _scales_by(self, op: Op, factor: Factor) -> int:
         """A number that stands for a factor, as a tensor."""
@@ -829,6 +823,7 @@ def _stages(graph: Graph, region: Region) -> dict[int, int]:
     """For each op of the region its stage."""
     stages: dict[int, int] = {}
     complete: dict[int, int] = {}  # the first stage that may have a value as a whole
+    sums = summed(graph, region)
     base = 0
     phase: Phase | None = None
     for op in graph.ops:
@@ -844,7 +839,8 @@ def _stages(graph: Graph, region: Region) -> dict[int, int]:
         for slot, number in slots(op):
             value = graph.tensors[number].value
             maker = graph.creator.get(value)
-            if found.takes.get(slot) is not None and maker in stages and value in region.axes:
+            is_sliced = value in region.axes and value not in sums
+            if found.takes.get(slot) is not None and maker in stages and is_sliced:
                 stage = max(stage, stages[maker])
             else:
                 stage = max(stage, _available(value, stages, complete, graph, region))

@@ -19,7 +19,21 @@ from lowtide.ir.assumptions import (
     NoGradient,
     UseByUse,
 )
-from lowtide.ir.graph import Arg, Graph, Op, Origin, Phase, Ref, Role, Signs, Symbol, Tensor, Value
+from lowtide.ir.graph import (
+    Arg,
+    Graph,
+    Op,
+    Origin,
+    Phase,
+    Ref,
+    Role,
+    Signs,
+    Symbol,
+    Tensor,
+    Tile,
+    Tiled,
+    Value,
+)
 from lowtide.ir.schedule import KINDS, Compute, Free, Schedule, Step
 from lowtide.text.documents import SCHEMA, Json, Reader, Unexpected
 
@@ -35,7 +49,9 @@ _GUESS = re.compile(r"taken to be (?P<number>[^:]+): (?P<line>.+)", re.DOTALL)
 _LAYOUTS = re.compile(
     r"gradients enter graph (?P<graph>\d{1,9}) with shapes and strides (?P<layouts>\[.*\])", re.ASCII
 )
-NEWEST_SCHEMA = 2  # of documents with a schedule
+NEWEST_SCHEMA = 3  # of documents with a graph, a schedule, or both
+_WITH_ROWS = 2  # steps that are neither a compute nor a free
+_WITH_TILES = 3
 
 # Writing --------------------------------------------------------------------------------------------
 
@@ -63,6 +79,27 @@ def graph_to_json(graph: Graph) -> Json:
         ],
         "tensors": [_tensor_to_json(tensor) for tensor in graph.tensors],
         "ops": [_op_to_json(op) for op in graph.ops],
+        **({} if graph.tiled is None else {"tiled": _tiled_to_json(graph.tiled)}),
+    }
+
+
+def _tiled_to_json(tiled: Tiled) -> Json:
+    """What a graph was before some of its ops were cut into slices, and where these are."""
+    return {
+        "plain": graph_to_json(tiled.plain),
+        "origin": list(tiled.origin),
+        "blocks": [
+            {
+                "first": block.first,
+                "stop": block.stop,
+                "ops": list(block.ops),
+                "count": block.count,
+                "extent": block.extent,
+                "where": block.where,
+                "spared_bytes": block.spared_bytes,
+            }
+            for block in tiled.blocks
+        ],
     }
 
 
@@ -86,10 +123,12 @@ def schedule_to_json(schedule: Schedule) -> Json:
     return [_step_to_json(step) for step in schedule.steps]
 
 
-def schema_of(schedule: Schedule | None) -> int:
-    """The lowest schema of a document that can hold `schedule`: rows came with the second."""
+def schema_of(graph: Graph, schedule: Schedule | None) -> int:
+    """The lowest schema of a document that can hold both: rows of steps need the second, slices the third."""
+    if graph.tiled is not None:
+        return _WITH_TILES
     rows = (isinstance(_step_to_json(step), list) for step in schedule or ())
-    return NEWEST_SCHEMA if any(rows) else SCHEMA
+    return _WITH_ROWS if any(rows) else SCHEMA
 
 
 def _step_to_json(step: Step) -> Json:
@@ -152,6 +191,27 @@ def graph_from_json(json_graph: Reader) -> Graph:
         values=tuple(_numbered(json_graph["values"], _value_from_json)),
         tensors=tuple(_numbered(json_graph["tensors"], _tensor_from_json)),
         ops=tuple(_numbered(json_graph["ops"], _op_from_json)),
+        tiled=_tiled_from_json(json_graph["tiled"]) if "tiled" in json_graph.of(dict) else None,
+    )
+
+
+def _tiled_from_json(entry: Reader) -> Tiled:
+    return Tiled(
+        plain=graph_from_json(entry["plain"]),
+        origin=entry["origin"].ints(),
+        blocks=entry["blocks"].many(_tile_from_json),
+    )
+
+
+def _tile_from_json(entry: Reader) -> Tile:
+    return Tile(
+        first=entry["first"].of(int),
+        stop=entry["stop"].of(int),
+        ops=entry["ops"].ints(),
+        count=entry["count"].of(int),
+        extent=entry["extent"].of(int),
+        where=entry["where"].of(str),
+        spared_bytes=entry["spared_bytes"].of(int),
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lowtide.errors import MalformedGraph
-from lowtide.ir.graph import Graph, Op, Tensor, Value, argument_tensors
+from lowtide.ir.graph import Graph, Op, Tensor, Tiled, Value, argument_tensors
 
 _ITEM_BITS = re.compile(r"(?<!\d)(\d{1,3})(?!\d)")
 _ITEM_BYTES = {"bool": 1, "complex64": 8, "complex128": 16, "complex32": 4}
@@ -39,6 +40,8 @@ def validate(graph: Graph) -> Graph:
     for name, tensor in graph.results:
         if not 0 <= tensor < len(graph.tensors):
             raise MalformedGraph(f"the graph's result '{name}' is tensor {tensor}, which is not in the graph")
+    if graph.tiled is not None:
+        _validate_tiled(graph, graph.tiled)
     return graph
 
 
@@ -116,6 +119,46 @@ def _validate_op(graph: Graph, op: Op) -> None:
         raise MalformedGraph(
             f"{_named(op)} costs {op.workspace_bytes} bytes of workspace and {op.seconds} seconds"
         )
+
+
+def _validate_tiled(graph: Graph, tiled: Tiled) -> None:
+    """Whether slices are of the ops of the plain graph, and everything else is as it is there."""
+    plain = tiled.plain
+    if plain.tiled is not None:
+        raise MalformedGraph("what a graph was before it was cut into slices is cut into slices itself")
+    validate(plain)
+    if plain.device != graph.device:
+        raise MalformedGraph(f"slices on {graph.device} are of a graph on {plain.device}")
+    if len(tiled.origin) != len(graph.ops):
+        raise MalformedGraph(f"{len(graph.ops)} ops have {len(tiled.origin)} origins")
+    _validate_blocks(graph, tiled)
+    done = [number for number in tiled.origin if number >= 0]
+    sliced = [number for block in tiled.blocks for number in block.ops]
+    if sorted(done + sliced) != list(range(len(plain.ops))):
+        raise MalformedGraph("not every op of the plain graph is there once, as it is or in slices")
+    for op, number in zip(graph.ops, tiled.origin, strict=True):
+        if number >= 0 and op.target != plain.ops[number].target:
+            raise MalformedGraph(f"{_named(op)} is not {_named(plain.ops[number])}, which it should be")
+    for value, old in zip(graph.values, plain.values, strict=False):
+        if replace(value, bytes=old.bytes) != old or value.bytes not in (0, old.bytes):
+            raise MalformedGraph(f"value {old.id} ('{old.name}') is another than before there were slices")
+    if len(graph.values) < len(plain.values):
+        raise MalformedGraph("values are missing that were there before there were slices")
+
+
+def _validate_blocks(graph: Graph, tiled: Tiled) -> None:
+    after = 0
+    for block in tiled.blocks:
+        name = f"the block at op {block.first} ('{block.where}')"
+        if not after <= block.first < block.stop <= len(graph.ops):
+            raise MalformedGraph(f"{name} ends at op {block.stop}, and the one before it at {after}")
+        after = block.stop
+        if any(number >= 0 for number in tiled.origin[block.first : block.stop]):
+            raise MalformedGraph(f"{name} has an op in it that is not sliced")
+        if not 2 <= block.count <= block.extent or block.spared_bytes < 0:
+            raise MalformedGraph(
+                f"{name} has {block.count} slices of {block.extent}, and spares {block.spared_bytes} bytes"
+            )
 
 
 def _named(op: Op) -> str:

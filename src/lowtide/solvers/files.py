@@ -43,7 +43,7 @@ def save_graph(graph: Graph, path: str | os.PathLike[str], schedule: Schedule | 
     fields: dict[str, Json] = {"graph": graph_to_json(validate(graph))}
     if schedule is not None:
         fields["schedule"] = schedule_to_json(schedule)
-    write_document(path, "graph", fields, schema_of(schedule))
+    write_document(path, "graph", fields, schema_of(graph, schedule))
 
 
 def load_graph(path: str | os.PathLike[str]) -> tuple[Graph, Schedule | None]:
@@ -69,7 +69,7 @@ def save_solution(solution: Solution | GraphSolution, path: str | os.PathLike[st
     """
     if isinstance(solution, GraphSolution):
         scheduled: dict[str, Json] = {_SCHEDULED: _scheduled_to_json(solution)}
-        write_document(path, _PLAN, scheduled, schema_of(solution.schedule))
+        write_document(path, _PLAN, scheduled, schema_of(solution.graph, solution.schedule))
     else:
         write_document(path, _PLAN, {_CHAINED: _solution_to_json(solution)})
 

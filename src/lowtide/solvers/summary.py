@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +19,7 @@ from lowtide.ir.graph import Graph, Op, Phase
 from lowtide.ir.schedule import Schedule, straight
 from lowtide.ir.simulate import allocator_of, simulate
 from lowtide.ir.walk import walk
+from lowtide.solvers.tiled_summary import counted, families, family_table, signed_seconds
 from lowtide.text.names import ranges, together, unnumbered, without_middle
 from lowtide.text.rounding import Unit, unit_for
 from lowtide.text.table import Table, lined_up
@@ -68,7 +69,9 @@ def explained(solution: GraphSolution, plain_peak_bytes: int | None = None) -> s
     title = f"{solution.graph.name}, on {solution.graph.device}"
     facts = lined_up(summary(solution, plain_peak_bytes), frozenset([1]))
     remark = f"{solution.remark}\n\n" if solution.remark else ""
-    return f"{title}\n{facts}\n\n{remark}{share_table(solution)}"
+    found = families(solution.graph)
+    slices = f"{family_table(found)}\n\n" if found else ""
+    return f"{title}\n{facts}\n\n{remark}{slices}{share_table(solution)}"
 
 
 def summary(solution: GraphSolution, plain_peak_bytes: int | None = None) -> tuple[Fact, ...]:
@@ -80,7 +83,8 @@ def summary(solution: GraphSolution, plain_peak_bytes: int | None = None) -> tup
     graph = solution.graph
     plain, remark = plain_peak_bytes or solution.plain_peak_bytes, "as it is written"
     if plain is None:
-        plain, remark = simulate(graph, straight(graph)).peak_bytes, "with everything kept"
+        whole = graph if graph.tiled is None else graph.tiled.plain
+        plain, remark = simulate(whole, straight(whole)).peak_bytes, "with everything kept"
     saved = plain - solution.peak_bytes
     unit = unit_for(plain)
     facts = [
@@ -88,6 +92,7 @@ def summary(solution: GraphSolution, plain_peak_bytes: int | None = None) -> tup
         Fact("planned peak", _exact(solution.peak_bytes, unit), _running(solution.timeline.peak_op)),
         Fact("saved", _exact(saved, unit), _per_cent(saved, plain)),
         _extra_time(solution),
+        *_slices(solution),
     ]
     if solution.budget_bytes is not None:
         spare = format_bytes(solution.budget_bytes - solution.peak_bytes)
@@ -255,6 +260,19 @@ def _extra_time(solution: GraphSolution) -> Fact:
         return Fact("extra time", "unknown", ops)
     part = _per_cent(solution.extra_seconds, solution.seconds)
     return Fact("extra time", format_seconds(solution.extra_seconds), f"{part} of the step; {ops}")
+
+
+def _slices(solution: GraphSolution) -> Iterator[Fact]:
+    """What slices take beyond what their ops took at once, where there are any."""
+    found = families(solution.graph)
+    if not found:
+        return
+    if not solution.seconds:
+        yield Fact("slices", "unknown", counted(found))
+        return
+    extra = math.fsum(family.extra_seconds or 0.0 for family in found)
+    part = _per_cent(extra, solution.seconds - extra)
+    yield Fact("slices", signed_seconds(extra), f"{part} of the plain step; {counted(found)}")
 
 
 def _proof(solution: GraphSolution) -> str:

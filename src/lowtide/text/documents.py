@@ -78,7 +78,7 @@ def read_document(
         raise BadFile(path, f"it is not a lowtide {kind} file")
     schema = document.get("schema")
     if type(schema) is not int or not SCHEMA <= schema <= newest:  # True equals 1
-        known = " or ".join(str(number) for number in range(SCHEMA, newest + 1))
+        known = f"{SCHEMA}" if newest == SCHEMA else f"{SCHEMA} to {newest}"
         raise BadFile(
             path,
             f"it has schema {schema!r:.40}; this lowtide reads schema {known}. "

@@ -422,3 +422,52 @@ def test_what_cannot_be_captured_is_planned_by_layers_and_a_note_says_why() -> N
     refused = run(*asked, "--method", "ops")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "x.sum() < -1e9" in refused.stderr
+
+
+# Slices ----------------------------------------------------------------------------------------------
+
+HEAD_FILE = """
+import torch
+from tests.helpers.heads import Head, batch
+
+def head():
+    with torch.device("meta"):
+        return Head(), batch()
+"""
+
+
+def sliced(folder: Path, *arguments: str) -> Result:
+    (folder / "mine.py").write_text(HEAD_FILE)
+    command = ("plan", "mine.py:head", "--device", "cpu", "--no-profile", "--effort", "quick")
+    return run(*command, "--tiles", *arguments)
+
+
+def test_plan_with_tiles_tells_what_runs_in_slices(folder: Path) -> None:
+    document = json.loads(sliced(folder, "--budget", "min", "--json", "-o", "out.json").stdout)
+    (family,) = (family for family in document["tiles"] if family["regions"] == ["head"])
+    assert (family["extent"], family["spared_bytes"], family["extra_seconds"]) == (128, 512000, None)
+    assert document["predicted_peak_bytes"] < 512000
+    solution = lowtide.load_solution("out.json")
+    assert isinstance(solution, lowtide.GraphSolution)
+    assert solution.graph.tiled is not None
+    text = sliced(folder, "--budget", "min").stdout
+    assert "in slices" in text
+    assert "region" in text
+
+
+def test_plan_without_tiles_has_none() -> None:
+    assert json.loads(plan("--json", "--budget", "95%").stdout)["tiles"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--method", "rotor", "--budget", "90%"), "tiles are for methods that plan op by op (auto)"),
+        ((), "tiles are for methods that plan op by op (auto)"),  # without a budget layers are planned
+        (("--frontier",), "Slice it for a budget: --budget and --tiles."),
+    ],
+)
+def test_tiles_are_for_one_plan_op_by_op(arguments: tuple[str, ...], message: str) -> None:
+    result = plan("--tiles", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())

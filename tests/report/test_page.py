@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -17,10 +18,12 @@ from lowtide.chain.chain import Chain
 from lowtide.cost.measure import Reading
 from lowtide.errors import MissingExtra
 from lowtide.ir.graph import Graph
-from lowtide.ir.schedule import Schedule
+from lowtide.ir.schedule import Schedule, in_order, straight
 from lowtide.report.content.contents import ARENA, FRONTIER, Contents, of_layers, of_ops, with_readings
 from lowtide.report.content.curve import Curve
 from lowtide.report.content.strip import Piece, strip_of
+from lowtide.report.export.perfetto import perfetto
+from lowtide.report.export.snapshot import snapshot_bytes
 from lowtide.report.page import page
 from lowtide.report.page.embedding import embedded
 from lowtide.solvers import solve
@@ -30,6 +33,7 @@ from lowtide.solvers.summary import shares
 from tests.helpers.handmade import solved
 from tests.helpers.layouts import stepped
 from tests.helpers.reported import EVIL, SMALL_TOTALS, embedded_in, every_second_again, small, tower
+from tests.helpers.slices import in_slices, two_layers
 
 MEGA = 1_000_000
 
@@ -277,3 +281,44 @@ def test_without_plotly_there_is_no_page(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(lowtide.report.page, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"a page to look at needs plotly: pip install 'lowtide\[page\]'"):
         page(of_ops(small()))
+
+
+# Slices -------------------------------------------------------------------------------------------------
+
+
+def test_the_data_says_from_when_to_when_something_runs_in_slices() -> None:
+    graph = in_slices(two_layers())
+    order = [*range(30), *range(15, 30), *range(30, 64)]  # one stretch runs twice
+    schedule = in_order(graph, order)
+    data = embedded_in(page(of_ops(solved(graph, schedule))))
+    plain, planned = data["curves"]
+    assert plain["slices"] == {}
+    assert len(plain["ops"]["target"]) == len(two_layers().ops)
+    slices = planned["slices"]
+    assert [data["words"][name] for name in slices["name"]] == [
+        "layers.0", "layers.1", "layers.1", "layers.1", "layers.0",
+    ]  # fmt: skip
+    assert slices["first"] == [0, 15, 30, 47, 63]
+    assert slices["stop"] == [15, 30, 45, 63, 79]
+    assert (set(slices["count"]), set(slices["of"])) == ({4}, {8})
+
+
+def test_a_page_has_a_row_for_each_family_of_regions_and_names_in_it_are_inert() -> None:
+    graph = in_slices(two_layers())
+    assert graph.tiled is not None
+    blocks = tuple(replace(block, where=EVIL) for block in graph.tiled.blocks)
+    evil = replace(graph, tiled=replace(graph.tiled, blocks=blocks))
+    html = page(of_ops(solved(evil, straight(evil))))
+    row = re.search(r"<table class='families'>.*</table>", html)
+    assert row is not None
+    assert "<td class=number>2,048</td><td class=number>4.00 s</td>" in row[0]
+    assert EVIL not in html
+    assert "families'>" not in page(of_ops(small()))
+
+
+def test_a_plan_in_slices_is_exported_too() -> None:
+    graph = in_slices(two_layers())
+    curve = Curve("planned", graph, straight(graph))
+    events = [event for event in perfetto([curve])["traceEvents"] if event["ph"] == "X"]  # type: ignore[index, union-attr, call-overload]
+    assert len(events) == len(graph.ops)
+    assert pickle.loads(snapshot_bytes(curve))["segments"]

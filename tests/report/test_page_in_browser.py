@@ -18,13 +18,15 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from lowtide.ir.schedule import Compute
+from lowtide.ir.schedule import Compute, straight
 from lowtide.report.content.contents import Contents, of_ops
 from lowtide.report.content.curve import Curve
 from lowtide.report.page import page
 from lowtide.solvers import solve
 from lowtide.solvers.frontier import frontier
+from tests.helpers.handmade import solved
 from tests.helpers.reported import EVIL, tower
+from tests.helpers.slices import in_slices, two_layers
 
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -282,6 +284,26 @@ def test_on_a_phone_nothing_sticks_out(browser: Shown) -> None:
             assert 0 < width <= 390, figure
     finally:
         browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_what_runs_in_slices_has_a_band_with_its_name(browser: Shown, tmp_path: Path) -> None:
+    graph = in_slices(two_layers())
+    file = tmp_path / "slices.html"
+    file.write_text(page(of_ops(solved(graph, straight(graph)))), encoding="utf-8")
+    there = Shown(browser.driver, browser.contents, file.as_uri())
+    there.open()
+    assert there.js("return lowtide.state.axis") == "time"  # many ops are in the place of one
+    bands, names = there.js(
+        "const { shapes, annotations } = document.getElementById('timeline').layout;"
+        "return [shapes.filter(({ type }) => type === 'rect').map(({ xref, x0, x1 }) => [xref, x0, x1]),"
+        "annotations.map(({ text }) => text)]"
+    )
+    assert bands == [["x2", 0, 3000], ["x2", 3000, 6000], ["x2", 8000, 12000], ["x2", 12000, 16000]]
+    assert names.count("layers.0: 8 in 4 slices") == names.count("layers.1: 8 in 4 slices") == 2
+    assert "runs in slices" in there.id("legend").text
+    assert "layers.0: 8 in 4 slices" in there.id("moment-title").text  # the peak is in it
+    browser.open()
+    assert "runs in slices" not in browser.id("legend").text
 
 
 def test_the_arena_answers_too(shown: Shown) -> None:

@@ -27,7 +27,7 @@ def answer_layers(
     from lowtide.planner.verify import tried
     from lowtide.text.progress import waiting
 
-    refuse_op_level_requests(budget, accumulate)
+    refuse_op_level_requests(budget, accumulate, asked.tiles)
     with undisturbed():
         with waiting("building the model"):
             setup = asked.load()

@@ -102,6 +102,12 @@ def plot_option(text: str) -> Callable[[Any], Any]:
     return click.option("--plot", metavar="FILE", callback=output_file(".png", ".svg"), help=text)
 
 
+tiles_option = click.option(
+    "--tiles",
+    is_flag=True,
+    help="Let stretches of the step run in slices where that pays, so that it peaks below what one op needs.",
+)
+
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
 )

@@ -46,7 +46,7 @@ def answer_ops(
         stage.begin("running the step on fake tensors")
         _ = ladder.step.plain
         stage.begin("capturing its ops and planning")
-        solution = ladder.step.within(method, budget) if insists else ladder.within(budget)
+        solution = ladder.within(budget, insists)
         verified = None
         if asked.real:
             stage.begin("running plain and planned steps")
@@ -191,6 +191,7 @@ def _about(step: StepBudget, setup: Setup) -> dict[str, Any]:
 
 def _plan_to_json(solution: GraphSolution) -> dict[str, Any]:
     from lowtide.solvers.summary import shares
+    from lowtide.solvers.tiled_summary import families
 
     plain_bytes = solution.plain_peak_bytes
     assert plain_bytes is not None, "a step's budget tells what it holds without a plan"
@@ -200,9 +201,15 @@ def _plan_to_json(solution: GraphSolution) -> dict[str, Any]:
         "saved_bytes": plain_bytes - solution.peak_bytes,
         "lower_bound_bytes": solution.lower_bound_bytes,
         "least_extra_seconds": solution.least_extra_seconds if solution.seconds else None,
-        "plain_seconds": solution.seconds or None,
+        "plain_seconds": _plain_seconds(solution) or None,
+        "tiles": [asdict(family) for family in families(solution.graph)],
         "modules": [asdict(share) for share in shares(solution)],
     }
+
+
+def _plain_seconds(solution: GraphSolution) -> float:
+    tiled = solution.graph.tiled
+    return solution.seconds if tiled is None else sum(op.seconds for op in tiled.plain.ops)
 
 
 def _frontier_to_json(found: Sequence[GraphSolution]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Asked:
     device: str | None
     profile: bool
     real: bool = False  # so that steps can be run
+    tiles: bool = False
 
     def load(self) -> Setup:
         """Its model, which takes no memory unless it is real, and its batch."""
@@ -52,6 +53,7 @@ class Asked:
             self.profile,
             setup.name,
             progress,
+            self.tiles,
         )
 
 

@@ -70,6 +70,7 @@ def plan(
     device: str | torch.device | None = None,
     profile: bool = True,
     progress: Progress | None = None,
+    tiles: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Solution | GraphSolution:
     """Plan what every rank recomputes; the same plan on all of them.
@@ -92,6 +93,7 @@ def plan(
         device=device,
         profile=profile,
         progress=progress,
+        tiles=tiles,
     )
     planner = _Planner(
         engine,
@@ -102,6 +104,7 @@ def plan(
         accumulate,
         granularity,
         modules,
+        tiles,
         timeout_seconds,
     )
     return planner(model, *arguments(example))
@@ -123,6 +126,7 @@ def optimize(
     device: str | torch.device | None = None,
     profile: bool = True,
     progress: Progress | None = None,
+    tiles: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Model:
     """Plan and apply at once: `model` itself, to be wrapped by the engine next.
@@ -147,6 +151,7 @@ def optimize(
         device=device,
         profile=profile,
         progress=progress,
+        tiles=tiles,
     )
     planner = _Planner(
         engine,
@@ -157,6 +162,7 @@ def optimize(
         accumulate,
         granularity,
         modules,
+        tiles,
         timeout_seconds,
     )
     if example is None and isinstance(engine, Sharded):
@@ -188,6 +194,7 @@ class _Planner:
     accumulate: int
     granularity: str | Granularity
     modules: Collection[str] | None
+    tiles: bool
     timeout_seconds: float
     plans_ops: bool = field(init=False)
 
@@ -212,7 +219,7 @@ class _Planner:
                 f"{', '.join(OPTIMIZERS)}."
             )
         if not self.plans_ops:
-            refuse_op_level_requests(self.budget, self.accumulate)
+            refuse_op_level_requests(self.budget, self.accumulate, self.tiles)
         elif sharded:
             raise BadRequest(
                 f"{self.method} plans op by op, and FSDP2 gathers weights module by module, so it needs a "
@@ -237,6 +244,7 @@ class _Planner:
             "inputs": ", ".join(described_inputs(example.args, example.kwargs)),
             "a budget of": str(self.budget),
             "the method": str(self.method),
+            "tiles": str(self.tiles),
             "the optimizer": str(optimizer_name(self.optimizer)),
             "the engine": str(self.engine) if isinstance(self.engine, Replicated) else Sharded.__name__,
             "torch": torch.__version__,

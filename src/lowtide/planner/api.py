@@ -75,6 +75,11 @@ def plan(
     calls between two updates; with more than one, gradients are there when a forward begins. With `effort`
     "quick" the search is four times as fast, and the plan adds a little more time.
 
+    With `tiles` stretches of the step may run in slices, along a dimension that their ops treat independently
+    (tokens, or the examples of a batch): so the peak goes below what a single op needs, and a budget may cost
+    less time. Only what pays is cut; `print(solution)` tells what. Gradients are then those of plain training
+    but for the order in which sums are added up.
+
     A method for chains ("rotor", "hong-linear", …) plans layers instead: the model is cut into a chain
     (`granularity` "fine", "layer" or "block", or around the `modules` named), and the plan is tried out:
     `solution.confirmation.peak_bytes` is the peak of a dry run of the whole step with the plan applied.
@@ -107,13 +112,13 @@ def plan(
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
         ladder = Ladder(spec, chosen)
-        solution = ladder.within(asked) if method == AUTO else ladder.step.within(chosen, asked)
+        solution = ladder.within(asked, insists=method != AUTO)
         _tell(solution.remark, stacklevel=3)
         if verify:
             tried(spec, solution, ladder.step.plain)
         return solution
     assert not isinstance(chosen, Scheduler)
-    refuse_op_level_requests(asked, accumulate)
+    refuse_op_level_requests(asked, accumulate, tiles)
     rehearsal = Rehearsal.of(spec)
     found = rehearsal.within(rehearsal.chain(granularity, modules), chosen, asked)
     _tell(found.remark, stacklevel=3)
@@ -202,7 +207,7 @@ def optimize(
             spares=anew.spares,
         )
     assert not isinstance(chosen, Scheduler)
-    refuse_op_level_requests(asked, accumulate)
+    refuse_op_level_requests(asked, accumulate, tiles)
     again = _Again(spec_of, granularity, modules, chosen, asked, to_verify=verify)
     solution = None if example is None else again(model, *arguments(example))
     return reroute(model, solution, on_new_inputs=on_new_inputs, replan=again, of_layers=True)
@@ -231,11 +236,13 @@ def refuse_cutting(granularity: str | Granularity, modules: Collection[str] | No
         )
 
 
-def refuse_op_level_requests(budget: Budget, accumulate: int) -> None:
+def refuse_op_level_requests(budget: Budget, accumulate: int, tiles: bool = False) -> None:
     """Raise BadRequest where a model that is planned by layers is asked for what ops alone can do."""
     refuse_lowest(budget)
     if accumulate != 1:
         raise BadRequest("accumulate is for methods that plan op by op (auto); leave it out for chains.")
+    if tiles:
+        raise BadRequest("tiles are for methods that plan op by op (auto); leave them out for chains.")
 
 
 @dataclass
@@ -255,7 +262,7 @@ class _OpsAnew:
         spec = self.spec_of(model, Arguments(args, kwargs))
         ladder = Ladder(spec, self.method, self.spares, self.expected)
         self.budget = ladder.step.settled(self.budget)
-        found = ladder.step.within(self.method, self.budget) if self.insists else ladder.within(self.budget)
+        found = ladder.within(self.budget, self.insists)
         if self.to_verify:
             _tried_or_taken_off(ladder.spec, found, ladder.step.plain)
             self.to_verify = False

@@ -9,6 +9,7 @@ be done, and what was done instead, is said in `solution.remark`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,8 +22,10 @@ from lowtide.ir.assumptions import Assumption
 from lowtide.planner.layers import Rehearsal
 from lowtide.planner.ops import StepBudget
 from lowtide.solvers.method import Scheduler
+from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.text.budget import LOWEST, Budget
+from lowtide.text.units import format_bytes
 from lowtide.trace.spec import StepSpec
 
 AnySolution: TypeAlias = Solution | GraphSolution
@@ -31,6 +34,8 @@ Way: TypeAlias = Callable[[Budget], AnySolution]
 _NESTED = "rotor"  # the least time within a budget, and nearly the least peak
 _LONGEST_NESTED = 150  # layers; its time grows with their cube
 _LINEAR = "hong-linear"
+_SHORT_SECONDS = 5.0  # nobody minds that
+_WORTH_SAYING = 0.99  # of the least without slices
 
 
 @dataclass(frozen=True)
@@ -52,21 +57,41 @@ class Ladder:
         """The step, layer by layer."""
         return Rehearsal.of(self.spec)
 
-    def within(self, budget: Budget) -> AnySolution:
+    def within(self, budget: Budget, insists: bool = False) -> AnySolution:
         """The best plan that keeps the budget: bytes, a part of the plain peak, or the lowest peak.
 
+        Op by op and in no other way, if somebody `insists`.
+
         Raises:
-            InfeasibleBudget: no way keeps it; the least that one of them reaches is named.
+            InfeasibleBudget: no way keeps it; the least that one of them reaches is named, and what it would
+                be with slices, if that is less.
             CannotCapture: there is no way at all: the reason is that of the first.
             CannotTrace, BadRequest: the dry run cannot follow the step, or it makes no sense.
         """
         budget = budget if budget.is_given else Budget.parse(LOWEST)
+        started = time.perf_counter()
         try:
             return self.step.within(self.method, budget)
+        except InfeasibleBudget as refusal:
+            raise self._with_hint(refusal, time.perf_counter() - started) from None
         except (BadRequest, CannotTrace):
             raise
         except LowtideError as error:
+            if insists:
+                raise
             return self._otherwise(budget, error)
+
+    def _with_hint(self, refusal: InfeasibleBudget, seconds: float) -> InfeasibleBudget:
+        """The same, with what slices would do, found in no more than the `seconds` that planning took."""
+        if self.spec.tiles:
+            return refusal
+        least = self.step.least_bytes_in_slices(max(seconds, _SHORT_SECONDS))
+        if least is None or least > _WORTH_SAYING * refusal.least_bytes:
+            return refusal
+        advice = f"With tiles=True (--tiles) the least is {format_bytes(least)}. {SINGLE_OPS}"
+        return InfeasibleBudget(
+            refusal.method, refusal.budget_bytes, refusal.least_bytes, refusal.needed_by, advice
+        )
 
     def _otherwise(self, budget: Budget, reason: LowtideError) -> AnySolution:
         found: list[AnySolution] = []
@@ -79,7 +104,7 @@ class Ladder:
             except LowtideError as refusal:
                 refusals.append(refusal)
                 continue
-            found.append(replace(planned, remark=_remark(reason, planned)))
+            found.append(replace(planned, remark=_remark(reason, planned, self.spec.tiles)))
             if not budget.is_lowest:
                 break
         if found:
@@ -99,9 +124,10 @@ class Ladder:
         return self.rehearsal.within(chain, method, Budget() if budget.is_lowest else budget)
 
 
-def _remark(reason: LowtideError, planned: AnySolution) -> str:
+def _remark(reason: LowtideError, planned: AnySolution, tiles: bool) -> str:
     how = "layer by layer" if isinstance(planned, Solution) else "op by op where that can be"
     more = f"; {planned.remark}" if planned.remark else ""
+    more += "; nothing of it runs in slices, which are for plans op by op" if tiles else ""
     return (
         f"the step could not be planned op by op as a whole, so it was planned {how}: {_brief(reason)}{more}"
     )

@@ -5,7 +5,8 @@ The plain step is traced and captured once, whatever is asked afterwards.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import time
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,16 +24,21 @@ from lowtide.execute.identity import fingerprint
 from lowtide.ir.assumptions import Assumption
 from lowtide.ir.graph import Graph
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
-from lowtide.solvers import quickly, solve
-from lowtide.solvers.method import Scheduler
+from lowtide.solvers import at_effort, quickly, solve
+from lowtide.solvers.method import Effort, Scheduler
 from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
-from lowtide.solvers.tiling import best_tiled
+from lowtide.solvers.tiling import Rung, best_tiled
 from lowtide.text.budget import LOWEST, Budget
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import arguments
 from lowtide.trace.training import trace_training
+
+_NOTHING_TO_SLICE = (
+    "tiles were asked for, and nothing of the step runs in slices: where it needs most, no op can be cut so "
+    "that it needs less"
+)
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,33 @@ class StepBudget:
         )
         if found is None:
             raise min(refusals, key=lambda refusal: refusal.least_bytes)
-        return self._solved(found.graph, method, wanted)
+        could_use_some = wanted is None or bool(found.recomputed)
+        best = self._solved(found.graph, method, wanted)
+        if found.graph.tiled is None and could_use_some and Rung(self.graph).lower() is None:
+            return replace(best, remark=_NOTHING_TO_SLICE)
+        return best
+
+    def least_bytes_in_slices(self, seconds: float) -> int | None:
+        """The least budget that a quick search with slices keeps, after about so many seconds; None: no idea.
+
+        Costs of slices are parts of those of whole ops: nothing is run for it.
+        """
+        stop = time.monotonic() + seconds
+        found: list[GraphSolution] = []
+        quick = at_effort("auto", Effort.QUICK)
+
+        def lowest(graph: Graph) -> GraphSolution:
+            if time.monotonic() > stop:
+                raise _OutOfTime
+            solution = solve(graph, quick, LOWEST)
+            found.append(solution)
+            return solution
+
+        with suppress(_OutOfTime):
+            best_tiled(self.graph, lambda graph: graph, lowest, lowest, is_lowest=True)
+        return min(
+            (self.promised_bytes(each) for each in found if each.graph.tiled is not None), default=None
+        )
 
     def promised_bytes(self, solution: GraphSolution) -> int:
         """What a budget must hold for `solution` to be safe."""
@@ -158,3 +190,7 @@ class StepBudget:
             torch_version=torch.__version__.partition("+")[0],
             remark="; ".join(note for note in self.graph.notes if note.startswith(CAST_PER_GRAPH)),
         )
+
+
+class _OutOfTime(Exception):
+    """A search that nobody waits for any longer."""

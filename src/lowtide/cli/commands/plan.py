@@ -15,6 +15,7 @@ from lowtide.cli.options import (
     output_file,
     plot_option,
     step_options,
+    tiles_option,
     whole_number,
 )
 from lowtide.cli.opwise import answer_frontier, answer_ops
@@ -53,6 +54,7 @@ _FEWEST_POINTS = 2
     show_default=True,
     help="Backward calls between two updates: gradients are there when a forward begins.",
 )
+@tiles_option
 @cutting_options
 @click.option(
     "--verify",
@@ -75,6 +77,7 @@ def command(
     method: str | None,
     effort: str,
     accumulate: int,
+    tiles: bool,
     granularity: str,
     modules: tuple[str, ...],
     verify: bool,
@@ -97,9 +100,9 @@ def command(
     """
     hush_libraries()
     check_can_draw(plot)
-    _check_frontier(frontier, points, budget, output, verify)
+    _check_frontier(frontier, points, budget, output, verify, tiles)
     chosen = searching(chosen_method(method, budget, frontier), effort)
-    asked = Asked(model, sizes, optimizer, device, profile, real=verify)
+    asked = Asked(model, sizes, optimizer, device, profile, real=verify, tiles=tiles)
     wanted = Wanted(plot, output, as_json)
     cutting = Cutting(granularity, modules)
     if isinstance(chosen, str) and not plans_ops(chosen):
@@ -111,7 +114,7 @@ def command(
 
 
 def _check_frontier(
-    frontier: bool, points: int | None, budget: Budget, output: Path | None, verify: bool
+    frontier: bool, points: int | None, budget: Budget, output: Path | None, verify: bool, tiles: bool
 ) -> None:
     if not frontier:
         if points is not None:
@@ -123,6 +126,8 @@ def _check_frontier(
         raise click.UsageError("--frontier makes many plans. Save one of them: --budget and -o.")
     if verify:
         raise click.UsageError("--frontier makes many plans. Verify one of them: --budget and --verify.")
+    if tiles:
+        raise click.UsageError("--frontier is of one graph. Slice it for a budget: --budget and --tiles.")
     if points is not None and points < _FEWEST_POINTS:
         raise click.UsageError(
             f"a frontier has at least {_FEWEST_POINTS} points, the plain step and the lowest; not {points}."

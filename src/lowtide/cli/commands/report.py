@@ -12,6 +12,7 @@ from lowtide.cli.options import (
     cutting_options,
     output_file,
     step_or_file_options,
+    tiles_option,
     whole_number,
 )
 from lowtide.cli.preparing import Asked, Cutting
@@ -50,6 +51,7 @@ def _output(ctx: click.Context, param: click.Parameter, text: str | None) -> Pat
     show_default=True,
     help="Backward calls between two updates: gradients are there when a forward begins.",
 )
+@tiles_option
 @cutting_options
 @click.option("--from", "source", metavar="PLAN", help="Report on this plan, saved by `lowtide plan -o`.")
 @click.option("--measure", is_flag=True, help="Build the model, train plain and as planned, measure both.")
@@ -80,6 +82,7 @@ def command(
     budget: Budget,
     method: str | None,
     accumulate: int,
+    tiles: bool,
     granularity: str,
     modules: tuple[str, ...],
     source: str | None,
@@ -105,7 +108,7 @@ def command(
     if source is not None:
         contents = contents_of_file(source, extent)
     else:
-        asked = Asked(model or "", sizes, optimizer, device, profile)
+        asked = Asked(model or "", sizes, optimizer, device, profile, tiles=tiles)
         cutting = Cutting(granularity, modules)
         contents = contents_of_model(asked, budget, method, accumulate, cutting, extent)
     written(contents, extent, output)

@@ -89,7 +89,8 @@ def of_ops(
         MissingExtra, BadRequest: see `lay_out`.
     """
     graph = solution.graph
-    shown = plain or Curve("plain", graph, straight(graph))
+    whole = graph if graph.tiled is None else graph.tiled.plain
+    shown = plain or Curve("plain", whole, straight(whole))
     plain_bytes = solution.plain_peak_bytes or shown.timeline.peak_bytes
     otherwise = _KEPT if plain is None else _LARGER_BLOCKS
     more = [] if plain_bytes == shown.timeline.peak_bytes else [otherwise.format(format_bytes(plain_bytes))]

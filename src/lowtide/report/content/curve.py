@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from lowtide.ir.graph import Graph, Op, Phase
+from lowtide.ir.graph import Graph, Op, Phase, Tile
 from lowtide.ir.lives import Life, lives
 from lowtide.ir.schedule import Schedule
 from lowtide.ir.simulate import Allocator, Bytes, Timeline, allocator_of, simulate
@@ -62,6 +62,19 @@ class Curve:
         for op in self.ops:
             found.append(Phase.RECOMPUTE if op.id in seen else op.phase)
             seen.add(op.id)
+        return tuple(found)
+
+    @cached_property
+    def slices(self) -> tuple[tuple[Tile, int, int], ...]:
+        """What runs in slices: from which moment to, not including, which; what runs again is there again."""
+        blocks = {} if self.graph.tiled is None else {block.first: block for block in self.graph.tiled.blocks}
+        found: list[tuple[Tile, int, int]] = []
+        for moment, op in enumerate(self.ops):
+            block = blocks.get(op.id)
+            if block is not None:
+                found.append((block, moment, moment + 1))
+            elif found and found[-1][2] == moment and found[-1][0].first < op.id < found[-1][0].stop:
+                found[-1] = (*found[-1][:2], moment + 1)
         return tuple(found)
 
     @property

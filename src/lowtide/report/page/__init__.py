@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
@@ -20,10 +20,11 @@ from lowtide.errors import MissingExtra
 from lowtide.report.content.contents import ARENA, FRONTIER, Contents
 from lowtide.report.page.embedding import embedded
 from lowtide.solvers.summary import Fact
+from lowtide.solvers.tiled_summary import families, family_table
 from lowtide.text.documents import Json
 from lowtide.text.units import format_bytes
 
-_LARGE = ("plain peak", "planned peak", "saved", "extra time")  # what is read first
+_LARGE = ("plain peak", "planned peak", "saved", "extra time", "slices")  # what is read first
 _COUNTED = (
     "Held is everything on the device that the step needs at that moment: parameters, buffers, optimizer "
     "state, gradients, the batch, activations, temporaries, and the workspace of the op that runs.",
@@ -55,6 +56,7 @@ def page(contents: Contents) -> str:
         about=escape(", ".join(contents.about)),
         large=_cards(fact for fact in contents.facts if fact.what in _LARGE),
         small=_rows(fact for fact in contents.facts if fact.what not in _LARGE),
+        slices=_slices(contents),
         without_frontier=escape(contents.absent.get(FRONTIER, "")),
         without_arena=escape(contents.absent.get(ARENA, "")),
         arena=escape(_arena(contents)),
@@ -88,6 +90,24 @@ def _rows(facts: Iterable[Fact]) -> str:
         f"<tr><th scope='row'>{escape(what)}</th><td>{escape(figure)}</td><td>{escape(remark)}</td></tr>"
         for what, figure, remark in facts
     )
+
+
+def _slices(contents: Contents) -> str:
+    """What runs in slices, as a table; nothing where nothing does."""
+    found = families(contents.planned.graph)
+    if not found:
+        return ""
+    table = family_table(found)
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        written = (
+            f"<{tag}{' class=number' if place in table.numbers else ''}>{escape(cell)}</{tag}>"
+            for place, cell in enumerate(cells)
+        )
+        return f"<tr>{''.join(written)}</tr>"
+
+    rows = "".join(row(cells, "td") for cells in table.rows)
+    return f"<table class='families'><thead>{row(table.titles, 'th')}</thead><tbody>{rows}</tbody></table>"
 
 
 def _items(notes: Iterable[str]) -> str:

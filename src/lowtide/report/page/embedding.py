@@ -86,6 +86,10 @@ def _curve(curve: Curve, words: _Words) -> dict[str, Json]:
             for op, phase in zip(curve.ops, curve.phases, strict=True)
         ),
         "lives": _columns(_life(life, curve, words) for life in _seen(curve)),
+        "slices": _columns(
+            {"name": words[tile.where], "count": tile.count, "of": tile.extent, "first": first, "stop": stop}
+            for tile, first, stop in curve.slices
+        ),
     }
 
 

@@ -14,6 +14,7 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
   const LONG_UPDATE = 0.8; // of the step is before it
   const MOST_MODULES = 14;
   const MOST_VALUES = 12;
+  const NARROW_LETTER = 6.5; // pixels a letter in the timeline
   const MOST_OUTLINED = 1500; // boxes: more would be all outline
 
   // Text -------------------------------------------------------------------------------------------------
@@ -68,6 +69,7 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
       this.peakMoment = found.peakMoment;
       this.ops = found.ops;
       this.lives = found.lives;
+      this.slices = found.slices;
       this.length = (found.ops.target || []).length;
       this.stack = this.stacked();
       this.total = new Float64Array(this.length);
@@ -98,6 +100,18 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
 
     phase(moment) {
       return data.phases[this.ops.phase[moment]];
+    }
+
+    // What runs in slices at a moment: "head: 512 in 32 slices", or nothing.
+    sliced(moment) {
+      const { first = [], stop } = this.slices;
+      const found = first.findIndex((start, n) => start <= moment && moment < stop[n]);
+      return found < 0 ? "" : this.slicesText(found);
+    }
+
+    slicesText(n) {
+      const { name, count, of } = this.slices;
+      return `${shortened(data.words[name[n]], 32)}: ${number(of[n], 0)} in ${count[n]} slices`;
     }
 
     // Everything alive at a moment, largest first; the op's workspace is one of them.
@@ -138,6 +152,7 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
   const highest = Math.max(...curves.map((curve) => curve.peak));
   const unit = unitOf(highest);
   const present = data.categories.map((_, c) => curves.some((curve) => curve.stack[c].some((bytes) => bytes > 0)));
+  const inSlices = curves.some(({ slices: { first = [] } }) => first.length);
   const state = { curve: 1, moment: 0, axis: "op", range: null };
 
   // Colours ----------------------------------------------------------------------------------------------
@@ -223,6 +238,7 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
     const lines = [
       `<b>${bytesText(curve.total[moment])}</b> held at op ${number(moment, 0)}`,
       inert(shortened(curve.label(moment), 60)),
+      ...(curve.sliced(moment) ? [inert(curve.sliced(moment))] : []),
       curve.phase(moment) + (data.timed ? `, ${timeText(curve.ops.time[moment])}` : ""),
     ];
     return lines.join("<br>");
@@ -286,10 +302,40 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
       yaxis3: { ...strip, domain: [0.97, 0.995] },
       yaxis2: { ...held, domain: [0, 0.415] },
       yaxis4: { ...strip, domain: [0.42, 0.445] },
-      shapes: shapes(),
+      shapes: [...bands(), ...shapes()],
       annotations: annotations(top),
     });
     return { traces, layout };
+  }
+
+  // Behind the curve, where something runs in slices: a band from bottom to top, told apart from its neighbours.
+  function bands() {
+    return curves.flatMap((curve, panel) => {
+      const axis = panel ? "2" : "";
+      const { first = [], stop } = curve.slices;
+      return first.map((start, n) => ({
+        type: "rect", layer: "below", xref: `x${axis}`, yref: `y${axis} domain`, y0: 0, y1: 1,
+        x0: at(curve, start), x1: at(curve, stop[n]), fillcolor: css("slices"), line: { color: css("line"), width: 1 },
+      }));
+    });
+  }
+
+  // The names of those bands that are wide enough for them.
+  function bandNames(label) {
+    const [from, to] = state.range || [0, end()];
+    return curves.flatMap((curve, panel) => {
+      const axis = panel ? "2" : "";
+      const { first = [], stop } = curve.slices;
+      return first.flatMap((start, n) => {
+        const [left, right] = [Math.max(at(curve, start), from), Math.min(at(curve, stop[n]), to)];
+        const text = curve.slicesText(n);
+        if ((right - left) / (to - from) < (text.length * NARROW_LETTER) / byId("timeline").clientWidth) return [];
+        return [{
+          ...label, bgcolor: undefined, xref: `x${axis}`, yref: `y${axis} domain`, x: (left + right) / 2, y: 1,
+          yanchor: "top", text: inert(text),
+        }];
+      });
+    });
   }
 
   const budgetShown = () => data.budget !== null && data.budget <= FARTHEST_BUDGET * highest;
@@ -304,7 +350,7 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
 
   function annotations() {
     const label = { showarrow: false, bgcolor: css("paper"), opacity: 0.92, font: { size: 11, color: css("ink") } };
-    const found = [];
+    const found = bandNames(label);
     curves.forEach((curve, panel) => {
       const axis = panel ? "2" : "";
       found.push({
@@ -404,7 +450,8 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
     const total = curve.total[state.moment];
     const said =
       `${curve.name}, op ${number(state.moment, 0)} of ${number(curve.length, 0)}: ` +
-      `${bytesText(total)} held in the ${curve.phase(state.moment)} at ${curve.label(state.moment)}`;
+      `${bytesText(total)} held in the ${curve.phase(state.moment)} at ${curve.label(state.moment)}` +
+      (curve.sliced(state.moment) && ` (${curve.sliced(state.moment)})`);
     byId("moment-title").textContent = said;
     const slider = byId("timeline");
     slider.setAttribute("aria-valuemax", String(curve.length - 1));
@@ -740,8 +787,10 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
     const seen = new Set(curves.flatMap((curve) => [...new Set(curve.ops.phase)]));
     const phases = data.phases.flatMap((name, phase) =>
       seen.has(phase) ? [element("span", {}, swatch(css(name)), name)] : []);
+    const slices = inSlices
+      ? [element("div", {}, "behind: ", element("span", {}, swatch(css("slices")), "runs in slices"))] : [];
     byId("legend").replaceChildren(
-      element("div", {}, "held: ", ...categories), element("div", {}, "bar above: ", ...phases));
+      element("div", {}, "held: ", ...categories), element("div", {}, "bar above: ", ...phases), ...slices);
   }
 
   function draw() {
@@ -762,7 +811,7 @@ unpacked(document.getElementById("data").textContent.trim()).then((data) => {
     return draw().then(drawTheRest);
   }
 
-  setAxis("op");
+  setAxis(inSlices && data.timed ? "time" : "op"); // many ops in place of one say little of how long they take
   state.moment = curves[state.curve].peakMoment ?? 0;
   draw()
     .then(() => new Promise((seen) => requestAnimationFrame(() => setTimeout(seen))))

@@ -10,6 +10,7 @@ from rich.text import Text
 from lowtide.report.text.console import PAGE, console, shown
 from lowtide.solvers.solution import GraphSolution
 from lowtide.solvers.summary import Fact, share_table, summary
+from lowtide.solvers.tiled_summary import families, family_table
 
 _EMPHASISED = "planned peak"
 
@@ -22,6 +23,9 @@ def print_schedule(
     page.print(Text(title, style="bold"))
     page.print(_grid(summary(solution, plain_peak_bytes)))
     page.print()
+    if found := families(solution.graph):
+        page.print(shown(family_table(found)))
+        page.print()
     page.print(shown(share_table(solution)))
     for note in notes:
         page.print(Text(f"note: {note}", style="dim"))

@@ -83,8 +83,8 @@ def arguments(folder: Path, **options: Any) -> Any:
     )
 
 
-def train(args: Any, callback: Any = None, resume: Path | None = None) -> Training:
-    done = Training(None, gpt(), callback)
+def train(args: Any, callback: Any = None, resume: Path | None = None, model: Any = None) -> Training:
+    done = Training(None, gpt() if model is None else model, callback)
     trainer = transformers.Trainer(
         done.model,
         args,

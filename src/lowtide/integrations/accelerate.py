@@ -31,6 +31,7 @@ def prepare(
     loss: Loss | None = None,
     on_new_shape: str = "plan",
     progress: bool = True,
+    tiles: bool = False,
 ) -> tuple[Any, ...]:
     """`accelerator.prepare(model, optimizer, *others)`, and the model trains within `budget`.
 
@@ -41,7 +42,7 @@ def prepare(
 
     `loss` makes one number of the model's output, as the loop does; it is used for planning alone, with the
     output of any batch. It may be left out if the output is the loss or carries it. `budget`,
-    `method` and `on_new_shape` are as in `lowtide.optimize`, and so is what is raised later.
+    `method`, `on_new_shape` and `tiles` are as in `lowtide.optimize`, and so is what is raised later.
 
     `lowtide.remove(accelerator.unwrap_model(model))` takes the plan off.
 
@@ -60,6 +61,7 @@ def prepare(
         accumulate=accelerator.gradient_accumulation_steps,
         on_new_shape=on_new_shape,
         progress=bar_while_planning(progress and accelerator.is_local_main_process),
+        tiles=tiles,
     )
     return tuple(prepared)
 

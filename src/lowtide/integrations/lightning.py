@@ -53,8 +53,8 @@ class LowtideCallback(Callback):  # type: ignore[misc]
 
     `module` names a submodule to plan in its stead ("net"), with a `loss` that makes one number of its
     output, unless that carries one: for a `training_step` that cannot be captured. What happens
-    outside of the module is not counted then. `budget`, `method`, for ops, and `on_new_shape` are as in
-    `lowtide.optimize`. With `progress` a terminal shows how far planning is.
+    outside of the module is not counted then. `budget`, `method`, for ops, `on_new_shape` and `tiles` are as
+    in `lowtide.optimize`. With `progress` a terminal shows how far planning is.
 
     `plans` has what was planned, one plan for each shape of batch, from the first batch on; also after the
     training. The plan is taken off the module when the training ends, or an exception ends it.
@@ -74,6 +74,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
         method: str | Scheduler | None = None,
         on_new_shape: str = "plan",
         progress: bool = True,
+        tiles: bool = False,
     ) -> None:
         if method is not None and not is_scheduler(method):
             raise BadRequest(f"{method} plans layers; Lightning's steps are planned op by op: try auto.")
@@ -85,6 +86,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
         self.method = method
         self.on_new_shape = on_new_shape
         self.progress = progress
+        self.tiles = tiles
         self.plans: tuple[Solution | GraphSolution, ...] = ()
         self._planned: nn.Module | None = None
         self._undo = ExitStack()
@@ -103,6 +105,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
             accumulate=max(2, trainer.accumulate_grad_batches),  # the step before leaves its gradients
             on_new_shape=self.on_new_shape,
             progress=bar_while_planning(self.progress and trainer.is_global_zero),
+            tiles=self.tiles,
         )
         self._planned = planned
         self._undo.callback(remove, planned)

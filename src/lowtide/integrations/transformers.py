@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+import torch
+from torch import nn
+
+from lowtide.compat.patches import patched
 from lowtide.distributed import Replicated
 from lowtide.errors import BadRequest, MissingExtra
 from lowtide.execute.apply import plans_of, remove
@@ -16,6 +24,7 @@ from lowtide.trace.step import Loss
 try:
     from transformers import TrainerCallback
     from transformers.training_args import ParallelMode
+    from transformers.utils import ModelOutput
 except ModuleNotFoundError as error:
     raise MissingExtra("transformers", "transformers", "a callback for Hugging Face's Trainer") from error
 
@@ -27,6 +36,10 @@ _REFUSED = {
     "fsdp": "a plan is for whole parameters, and FSDP shards them. Train with DDP or on one device",
     "deepspeed": "a plan is for whole parameters, and DeepSpeed moves them. Train with DDP or on one device",
 }
+_NO_LOGITS = (
+    "while it trains, the model's output has its loss and no logits: as a whole they would be most of what "
+    "slices spare. In evaluation they are there."
+)
 
 
 class LowtideCallback(TrainerCallback):  # type: ignore[misc]
@@ -40,10 +53,14 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
     number for each parameter.
 
     Losses and weights are those of a training without it; bit for bit where PyTorch is deterministic and
-    there is no mixed precision (see `lowtide.apply`). `budget`, `method`, `loss` and `on_new_shape` are as in
-    `lowtide.optimize`; `loss` is wanted only where the model's output carries none, because the
+    there is no mixed precision (see `lowtide.apply`). `budget`, `method`, `loss`, `on_new_shape` and `tiles`
+    are as in `lowtide.optimize`; `loss` is wanted only where the model's output carries none, because the
     Trainer computes it (`compute_loss_func`, `label_smoothing_factor`). With `progress` a terminal shows how
     far planning is.
+
+    With `tiles` the head of a language model and its loss run in slices where that pays, and the output of
+    the model leaves its logits out while it trains and carries a loss (they are None): a `compute_loss` of
+    your own that reads them has to go without `tiles`.
 
     `plans` has what was planned, one plan for each shape of batch, from the first step on; also after the
     training. The plan is taken off the model when the training ends. A Trainer tells no callback of an error
@@ -63,19 +80,31 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
         loss: Loss | None = None,
         on_new_shape: str = "plan",
         progress: bool = True,
+        tiles: bool = False,
     ) -> None:
         self.budget = budget
         self.method = method
         self.loss = loss
         self.on_new_shape = on_new_shape
         self.progress = progress
+        self.tiles = tiles
         self.plans: tuple[Solution | GraphSolution, ...] = ()
+        self._undo = ExitStack()
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **others: Any
     ) -> None:
         """Put a plan on the model that will be made when it meets its first batch."""
         _refuse_what_does_not_go_together(args)
+        self._undo.close()  # of a training that an error has ended
+        if self.tiles:
+            remove(model)
+            why = "what a model returns is held as a whole, and a Trainer needs the loss alone"
+            self._undo.enter_context(
+                patched(model, "forward", _loss_alone(model), why=why, since="transformers 4.40")
+            )
+            self._undo.callback(remove, model)
+            warnings.warn(f"lowtide: {_NO_LOGITS}", stacklevel=2)
         optimize_where_it_trains(
             model,
             _engine(args),
@@ -86,6 +115,7 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
             accumulate=args.gradient_accumulation_steps,
             on_new_shape=self.on_new_shape,
             progress=bar_while_planning(self.progress and state.is_local_process_zero),
+            tiles=self.tiles,
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **others: Any) -> None:
@@ -95,6 +125,23 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **others: Any) -> None:
         """Take the plan off."""
         remove(model)
+        self._undo.close()
+
+
+def _loss_alone(model: nn.Module) -> Callable[..., Any]:
+    """The forward of `model`, whose output leaves logits out where it is for training and has a loss."""
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        if not model.training or not torch.is_grad_enabled() or not isinstance(output, ModelOutput):
+            return output
+        if output.get("loss") is None or output.get("logits") is None:
+            return output
+        return type(output)(**{name: field for name, field in output.items() if name != "logits"})
+
+    return forward
 
 
 def _engine(args: Any) -> Replicated | None:

@@ -39,7 +39,11 @@ _steps: WeakValueDictionary[int, CompiledStep] = WeakValueDictionary()
 def lowtide(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
 ) -> Callable[..., Any]:
-    """The Dynamo backend. Its options are `budget` (a size, or "min"), `method` and `profile`.
+    """The Dynamo backend. Its options are `budget` (a size, or "min"), `method`, `profile` and `tiles`.
+
+    With `tiles` stretches of a graph may run in slices, as in `lowtide.plan`; none reaches over a graph break,
+    so have the loss in the function that is compiled. The first step of a kind, where each graph keeps as
+    little as it can, has slices only where it would not be within the budget without.
 
     Every kind of input is planned for, however many there are; Dynamo's limit stays for other backends.
 

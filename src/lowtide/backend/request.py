@@ -10,7 +10,7 @@ from lowtide.errors import BadRequest, UnknownMethod
 from lowtide.solvers import methods, schedulers
 from lowtide.text.budget import Budget
 
-_OPTIONS = ("budget", "method", "profile")
+_OPTIONS = ("budget", "method", "profile", "tiles")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Request:
     budget_bytes: int | None  # None: as low as possible
     method: str
     profile: bool
+    tiles: bool
 
     @staticmethod
     def read(options: Mapping[str, Any] | None) -> Request:
@@ -42,4 +43,5 @@ class Request:
             raise BadRequest(f"{method} plans layers; the backend plans op by op. Use auto, or leave it out.")
         if method not in schedulers():
             raise UnknownMethod(method, schedulers())
-        return Request(Budget.parse(budget).bytes, method, bool(given.get("profile", True)))
+        wishes = bool(given.get("profile", True)), bool(given.get("tiles", False))
+        return Request(Budget.parse(budget).bytes, method, *wishes)

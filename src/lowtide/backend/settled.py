@@ -50,7 +50,8 @@ def settled(drawn: Drawn, schedule: Schedule) -> Drawn:
             there=there + _bytes(graph, backward.made & seen),
         ),
     )
-    return replace(drawn, graph=replace(graph, ops=ops, values=(*values, held), tensors=(*tensors, look)))
+    whole = replace(graph, ops=ops, values=(*values, held), tensors=(*tensors, look), tiled=None)
+    return replace(drawn, graph=whole)
 
 
 @dataclass(frozen=True)

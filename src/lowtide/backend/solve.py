@@ -8,6 +8,7 @@ import torch
 
 from lowtide.backend.request import Request
 from lowtide.compat.ddp import active_wrapper
+from lowtide.cost.price import with_costs
 from lowtide.distributed.agreement import TIMEOUT_SECONDS, agreed, largest
 from lowtide.distributed.ddp import with_buckets
 from lowtide.errors import InfeasibleBudget
@@ -19,6 +20,7 @@ from lowtide.planner.promise import safe_peak_bytes
 from lowtide.solvers import solve
 from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
+from lowtide.solvers.tiling import best_tiled
 from lowtide.text.budget import LOWEST
 
 _OTHERS = "lowtide.other_graphs"
@@ -35,9 +37,13 @@ def planned_alone(graph: Graph, request: Request) -> GraphSolution:
         InfeasibleBudget: the graph alone needs more than the budget.
     """
     budget_bytes = request.budget_bytes
-    sparingly = replace(request, budget_bytes=None)
+    sparingly = replace(request, budget_bytes=None, tiles=False)
     lowest = solved_by_all(graph, sparingly)
     if budget_bytes is not None and lowest.peak_bytes > budget_bytes:
+        if request.tiles:
+            lowest = solved_by_all(graph, replace(sparingly, tiles=True))
+            if lowest.peak_bytes <= budget_bytes:
+                return lowest
         running = lowest.timeline.peak_op
         needed_by = "what is always there" if running is None else running.label
         advice = f"{SINGLE_OPS} {_ONE_GRAPH}"
@@ -96,6 +102,26 @@ def _with_others_between(graph: Graph, others_bytes: int) -> Graph:
 
 
 def _solved(graph: Graph, request: Request) -> GraphSolution:
+    if not request.tiles:
+        return _solved_whole(graph, request)
+
+    def solved(sliced: Graph) -> GraphSolution | None:
+        try:
+            return _solved_whole(sliced, request)
+        except InfeasibleBudget:
+            return None
+
+    found = best_tiled(
+        graph,
+        lambda sliced: with_costs(sliced) if request.profile else sliced,
+        solved,
+        lambda sliced: solve(sliced, request.method, LOWEST),
+        is_lowest=request.budget_bytes is None,
+    )
+    return found or _solved_whole(graph, request)
+
+
+def _solved_whole(graph: Graph, request: Request) -> GraphSolution:
     if request.budget_bytes is None:
         return solve(graph, request.method, LOWEST)
     resident = sum(graph.counted_bytes(value) for value in graph.resident)

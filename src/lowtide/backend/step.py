@@ -206,7 +206,7 @@ class CompiledStep:
         whole = self._with_others(parts)
         solution = solved_by_all(whole, self.request)
         codes = {
-            at: emit(runs[at].graph.halves, whole, solution.schedule, section)
+            at: emit(runs[at].graph.halves, solution.graph, solution.schedule, section)
             for section, at in enumerate(watched)
             if at >= path.shared
         }

@@ -41,9 +41,9 @@ def lowtide(
 ) -> Callable[..., Any]:
     """The Dynamo backend. Its options are `budget` (a size, or "min"), `method`, `profile` and `tiles`.
 
-    With `tiles` stretches of a graph may run in slices, as in `lowtide.plan`; none reaches over a graph break,
-    so have the loss in the function that is compiled. The first step of a kind, where each graph keeps as
-    little as it can, has slices only where it would not be within the budget without.
+    With `tiles` stretches of a graph may run in slices, as in `lowtide.plan`. None reaches over a graph
+    break, so have the loss in the function that is compiled. The first step of a kind, where each graph keeps
+    as little as it can, has slices only where it would not be within the budget without.
 
     Every kind of input is planned for, however many there are; Dynamo's limit stays for other backends.
 

@@ -17,7 +17,8 @@ from lowtide.ir.graph import Graph, Phase, Role, Value
 from lowtide.ir.recomputable import between_graphs
 from lowtide.ir.simulate import simulate
 from lowtide.planner.promise import safe_peak_bytes
-from lowtide.solvers import solve
+from lowtide.solvers import quickly, solve
+from lowtide.solvers.method import Scheduler
 from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
 from lowtide.solvers.tiling import best_tiled
@@ -102,12 +103,16 @@ def _with_others_between(graph: Graph, others_bytes: int) -> Graph:
 
 
 def _solved(graph: Graph, request: Request) -> GraphSolution:
-    if not request.tiles:
-        return _solved_whole(graph, request)
+    return _solved_by(request.method, _in_slices(graph, request) if request.tiles else graph, request)
+
+
+def _in_slices(graph: Graph, request: Request) -> Graph:
+    """`graph`, or the best of it with regions in slices. Which that is, a quick search tells."""
+    quick = quickly(request.method)
 
     def solved(sliced: Graph) -> GraphSolution | None:
         try:
-            return _solved_whole(sliced, request)
+            return _solved_by(quick, sliced, request)
         except InfeasibleBudget:
             return None
 
@@ -115,14 +120,14 @@ def _solved(graph: Graph, request: Request) -> GraphSolution:
         graph,
         lambda sliced: with_costs(sliced) if request.profile else sliced,
         solved,
-        lambda sliced: solve(sliced, request.method, LOWEST),
+        lambda sliced: solve(sliced, quick, LOWEST),
         is_lowest=request.budget_bytes is None,
     )
-    return found or _solved_whole(graph, request)
+    return graph if found is None else found.graph
 
 
-def _solved_whole(graph: Graph, request: Request) -> GraphSolution:
+def _solved_by(method: str | Scheduler, graph: Graph, request: Request) -> GraphSolution:
     if request.budget_bytes is None:
-        return solve(graph, request.method, LOWEST)
+        return solve(graph, method, LOWEST)
     resident = sum(graph.counted_bytes(value) for value in graph.resident)
-    return solve(graph, request.method, safe_peak_bytes(request.budget_bytes, resident, graph.device))
+    return solve(graph, method, safe_peak_bytes(request.budget_bytes, resident, graph.device))

@@ -24,8 +24,8 @@ from lowtide.execute.identity import fingerprint
 from lowtide.ir.assumptions import Assumption
 from lowtide.ir.graph import Graph
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
-from lowtide.solvers import at_effort, quickly, solve
-from lowtide.solvers.method import Effort, Scheduler
+from lowtide.solvers import quickly, solve
+from lowtide.solvers.method import Scheduler
 from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
 from lowtide.solvers.tiling import Rung, best_tiled
@@ -149,7 +149,7 @@ class StepBudget:
         """
         stop = time.monotonic() + seconds
         found: list[GraphSolution] = []
-        quick = at_effort("auto", Effort.QUICK)
+        quick = quickly("auto")
 
         def lowest(graph: Graph) -> GraphSolution:
             if time.monotonic() > stop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.errors import BadRequest, InfeasibleBudget
+from lowtide.errors import BadRequest, InfeasibleBudget, PlanDisagrees
 from lowtide.planner.ladder import Ladder
 from lowtide.planner.ops import StepBudget
+from lowtide.planner.verify import tried
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.solvers.tiled_summary import families
 from lowtide.text.budget import Budget
@@ -56,6 +58,30 @@ def test_a_plan_with_slices_that_was_saved_trains_as_before(tmp_path: Path) -> N
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
     assert lowtide.plans_of(model) == (solution,)
+
+
+def test_a_plan_with_slices_is_verified_but_for_the_order_of_its_sums() -> None:
+    spec = StepSpec(Head(), batch(), tiles=True, profile=False)
+    step = StepBudget(spec)
+    found = tried(spec, step.solve("auto", "min"), step.plain)
+    assert not found.to_the_bit
+    assert found.peak_bytes <= found.allowed_bytes
+    whole = tried(spec, StepBudget(replace(spec, tiles=False)).solve("auto", "min"), step.plain)
+    assert whole.to_the_bit
+
+
+def test_a_plan_whose_slices_add_up_to_something_else_is_found_out() -> None:
+    spec = StepSpec(Head(), batch(), tiles=True, profile=False)
+    step = StepBudget(spec)
+    solution = step.solve("auto", "min")
+    ops = [
+        replace(op, args=op.args[::-1]) if op.target == "aten.div.Tensor" and op.args[0] != 1.0 else op
+        for op in solution.graph.ops
+    ]
+    assert tuple(ops) != solution.graph.ops
+    wrong = replace(solution, graph=replace(solution.graph, ops=tuple(ops)))
+    with pytest.raises(PlanDisagrees, match="the loss is off by"):
+        tried(spec, wrong, step.plain)
 
 
 def test_optimize_takes_slices_too_and_plans_other_lengths_with_them() -> None:

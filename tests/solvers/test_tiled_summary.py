@@ -9,7 +9,7 @@ import pytest
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import straight
 from lowtide.solvers.summary import explained, summary
-from lowtide.solvers.tiled_summary import Family, counted, families, family_table, signed_seconds
+from lowtide.solvers.tiled_summary import RegionFamily, counted, families, family_table, signed_seconds
 from tests.helpers.handmade import solved
 from tests.helpers.slices import in_slices, two_layers
 
@@ -38,7 +38,7 @@ def test_extra_seconds_add_up_to_those_of_the_graph(count: int, ahead: bool) -> 
 def test_regions_that_differ_in_a_number_alone_are_one_family() -> None:
     """The products and exponentials of two layers are made again in the backward: four seconds."""
     assert families(in_slices(two_layers())) == (
-        Family(("layers.0", "layers.1"), 8, 4, 4, spared_bytes=8 * 64 * 4, extra_seconds=4.0),
+        RegionFamily(("layers.0", "layers.1"), 8, 4, 4, spared_bytes=8 * 64 * 4, extra_seconds=4.0),
     )
 
 

@@ -91,8 +91,8 @@ def plan(
 
     With `verify` the plan is tried before it is returned: plain and planned steps are run for real, and must
     agree in loss, gradients, buffers and random streams, to the last bit where kernels are deterministic and
-    no half precision takes part, and the peak that is measured must be within the budget. The model, its
-    gradients, the batch, the optimizer and the random streams are put back: nothing is used up.
+    neither half precision nor slices take part, and the peak that is measured must be within the budget. The
+    model, its gradients, the batch, the optimizer and the random streams are put back: nothing is used up.
 
     Raises:
         PlanDisagrees: the plan was tried, and is not right.

@@ -4,7 +4,8 @@ Loss, gradients, buffers and random streams have to be the same to the last bit,
 promised. Where two plain steps differ, because a kernel is not deterministic, each number of the planned one
 may be a few times as far from them as they are from each other, or as another order of sums explains; under
 autocast, and in half precision, as far as rounding explains: some roundings, or what one rounding of the
-weights makes of a number that is nothing but rounding (the gradient of a bias before a norm).
+weights makes of a number that is nothing but rounding (the gradient of a bias before a norm). A plan with
+slices adds up in another order, and is rounded otherwise in full precision too.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def tried(spec: StepSpec, solution: Solution | GraphSolution, plain: Trace) -> V
     """
     step = RealStep(_measurable(spec), warm_up=1)
     with set_aside(spec.model):
-        alike = _numbers_of_plain(step)
+        in_slices = isinstance(solution, GraphSolution) and solution.graph.tiled is not None
+        alike = _numbers_of_plain(step, in_slices)
         apply(spec.model, solution, on_new_inputs="error", accumulate=spec.accumulate)
         try:
             with as_found(spec):
@@ -146,9 +148,12 @@ def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return found.to_dense() if found.layout is not torch.strided else found
 
 
-def _numbers_of_plain(step: RealStep) -> _Alike | None:
-    """What the plain step leaves behind, and how far others may be from it; None if it has no room."""
-    rounding = _rounding(step)
+def _numbers_of_plain(step: RealStep, another_order: bool) -> _Alike | None:
+    """What the plain step leaves behind, and how far others may be from it; None if it has no room.
+
+    Others may add up in `another_order`.
+    """
+    rounding = max(_rounding(step), torch.finfo(torch.float32).eps if another_order else 0.0)
     try:
         with as_found(step.spec) as put_back:
             first = _numbers(step)
@@ -158,7 +163,7 @@ def _numbers_of_plain(step: RealStep) -> _Alike | None:
     except torch.OutOfMemoryError:
         gc.collect()
         return None
-    return _Alike.of(first, second, _ROUNDINGS * rounding)
+    return _Alike.of(first, second, max(_ROUNDINGS * rounding, _ANOTHER_ORDER if another_order else 0.0))
 
 
 def _round_otherwise(step: RealStep, rounding: float) -> None:

@@ -22,7 +22,7 @@ _LONGEST_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class RegionFamily:
     """Regions that are cut alike: `extent` of what they have one after the other, in `count` slices.
 
     `spared_bytes` are those of the largest tensor that is never there as a whole. `extra_seconds` is what
@@ -42,7 +42,7 @@ class Family:
         return together(self.regions)
 
 
-def families(graph: Graph) -> tuple[Family, ...]:
+def families(graph: Graph) -> tuple[RegionFamily, ...]:
     """What of a graph runs in slices, what spares most first. Their extra seconds sum to the graph's."""
     if graph.tiled is None:
         return ()
@@ -51,7 +51,7 @@ def families(graph: Graph) -> tuple[Family, ...]:
         tiles[_kind(tile)].append(tile)
     seconds = _extra_seconds(graph, graph.tiled)
     found = [
-        Family(
+        RegionFamily(
             regions=tuple(dict.fromkeys(tile.where for tile in alike)),
             extent=alike[0].extent,
             count=alike[0].count,
@@ -87,7 +87,7 @@ def _extra_seconds(graph: Graph, tiled: Tiled) -> dict[object, float] | None:
     return {kind: math.fsum(parts) for kind, parts in terms.items()}
 
 
-def family_table(found: Sequence[Family]) -> Table:
+def family_table(found: Sequence[RegionFamily]) -> Table:
     """Families as rows."""
     spared = [family.spared_bytes for family in found]
     unit = unit_for(max(spared))
@@ -121,7 +121,7 @@ def signed_seconds(seconds: float) -> str:
     return f"-{text}" if seconds < 0 and text != format_seconds(0.0) else text
 
 
-def counted(found: Sequence[Family]) -> str:
+def counted(found: Sequence[RegionFamily]) -> str:
     """How much of a step is in slices: '2 regions in 4 stretches'."""
     regions = sum(len(family.regions) for family in found)
     stretches = sum(family.stretches for family in found)

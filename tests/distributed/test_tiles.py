@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
@@ -20,7 +21,7 @@ from tests.helpers.heads import LOGITS_BYTES, Head, batch
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
     torch._dynamo.reset()

@@ -116,8 +116,29 @@ def test_that_nothing_can_be_sliced_is_said() -> None:
         solution = lowtide.plan(
             model, torch.ones(1, 4), loss=torch.sum, budget="min", tiles=True, profile=False
         )
-    assert solution.remark.startswith("tiles were asked for")
+    assert solution.remark.endswith("nothing that can be cut makes it peak lower")
     assert solution.remark in str(solution)
+
+
+def test_that_slices_do_not_pay_within_a_budget_is_said() -> None:
+    class Sums(nn.Module):
+        """Every one is as large as the others, and none is one that can be cut."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(6):
+                x = torch.exp(torch.cumsum(torch.cumsum(x * self.weight, 0), 1) / 4096)
+            return x.sum()
+
+    with pytest.warns(UserWarning, match="nothing that can be cut makes it take less time within the budget"):
+        lowtide.plan(Sums(), torch.ones(64, 64), budget="75%", tiles=True, profile=False)
+
+
+def test_a_budget_that_needs_nothing_is_no_reason_for_a_remark() -> None:
+    assert planned(budget="1GiB", tiles=True).remark == ""
 
 
 def test_a_plan_by_layers_says_that_nothing_of_it_runs_in_slices() -> None:

@@ -28,16 +28,15 @@ from lowtide.solvers import quickly, solve
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
-from lowtide.solvers.tiling import Rung, best_tiled
+from lowtide.solvers.tiling import best_tiled
 from lowtide.text.budget import LOWEST, Budget
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import arguments
 from lowtide.trace.training import trace_training
 
-_NOTHING_TO_SLICE = (
-    "tiles were asked for, and nothing of the step runs in slices: where it needs most, no op can be cut so "
-    "that it needs less"
+_NOTHING_IN_SLICES = (
+    "tiles were asked for, and nothing of the step runs in slices: nothing that can be cut makes it"
 )
 
 
@@ -136,11 +135,11 @@ class StepBudget:
         )
         if found is None:
             raise min(refusals, key=lambda refusal: refusal.least_bytes)
-        could_use_some = wanted is None or bool(found.recomputed)
         best = self._solved(found.graph, method, wanted)
-        if found.graph.tiled is None and could_use_some and Rung(self.graph).lower() is None:
-            return replace(best, remark=_NOTHING_TO_SLICE)
-        return best
+        if found.graph.tiled is not None or (wanted is not None and not best.recomputed):
+            return best
+        what = "peak lower" if wanted is None else "take less time within the budget"
+        return replace(best, remark=f"{_NOTHING_IN_SLICES} {what}")
 
     def least_bytes_in_slices(self, seconds: float) -> int | None:
         """The least budget that a quick search with slices keeps, after about so many seconds; None: no idea.
@@ -179,6 +178,7 @@ class StepBudget:
         """`solution`, with what is needed to apply it to the model."""
         args, kwargs = arguments(self.spec.example)
         device = self.graph.device.partition(":")[0]
+        notes = (note for note in self.graph.notes if note.startswith(CAST_PER_GRAPH))
         with self.set_aside():  # a plan that the model has is no circumstance of another
             inputs = circumstances(self.spec.model, args, kwargs, device)
         return replace(
@@ -188,7 +188,7 @@ class StepBudget:
             fingerprint=fingerprint(self.spec.model),
             inputs=inputs,
             torch_version=torch.__version__.partition("+")[0],
-            remark="; ".join(note for note in self.graph.notes if note.startswith(CAST_PER_GRAPH)),
+            remark="; ".join(filter(None, (solution.remark, *notes))),
         )
 
 

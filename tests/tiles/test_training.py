@@ -243,3 +243,39 @@ def test_a_tiled_plan_in_an_arena() -> None:
             assert mine.grad is not None
             assert other.grad is not None
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+# Where nothing can be cut ---------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """What needs most is a BatchNorm's, which ties the images of a batch together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = self.leave(self.norm(self.enter(images)).relu())
+        return found.mean((1, 2, 3)).square().sum()
+
+
+def test_a_step_of_which_nothing_can_be_cut_is_planned_as_ever_and_it_is_said() -> None:
+    model, images = Normed(), torch.randn(4, 3, 32, 32)
+    reason = "nothing of the step runs in slices: nothing that can be cut makes it peak lower"
+    with pytest.warns(UserWarning, match=reason):
+        solution = tiled_plan(model, (images,), budget="min")
+    assert slices(solution) == 0
+    assert reason in solution.remark
+    untiled = lowtide.plan(model, images, budget="min", profile=False, effort="quick")
+    assert solution.peak_bytes == untiled.peak_bytes
+
+
+def test_what_needs_no_slices_has_none_and_nothing_is_said() -> None:
+    solution = tiled_plan(Language(), batch(), budget="100%")
+    assert (slices(solution), solution.remark) == (0, "")
+
+
+def test_slices_are_for_methods_that_plan_op_by_op() -> None:
+    with pytest.raises(lowtide.BadRequest, match="tiles are for methods that plan op by op"):
+        lowtide.plan(Language(), batch(), method="rotor", budget="60%", tiles=True)

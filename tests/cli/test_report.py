@@ -124,6 +124,28 @@ def test_no_frontier_leaves_the_frontier_out() -> None:
     assert "No frontier was asked for." in html
 
 
+def test_a_report_on_a_plan_with_tiles_shows_them() -> None:
+    Path("mine.py").write_text(
+        "from tests.helpers.heads import Head, batch\n\ndef head():\n    return Head(), batch()\n"
+    )
+    asked = ("mine.py:head", "--device", "cpu", "--no-profile", "--budget", "min", "--no-frontier")
+    assert run("report", *asked, "--tiles", "-o", "out.html").exit_code == 0
+    sliced = embedded_in(Path("out.html").read_text(encoding="utf-8"))
+    assert "head" in [sliced["words"][name] for name in sliced["curves"][1]["slices"]["name"]]
+    assert sliced["curves"][0]["slices"] == {}
+    assert run("report", *asked, "-o", "out.html").exit_code == 0
+    whole = embedded_in(Path("out.html").read_text(encoding="utf-8"))
+    assert whole["curves"][1]["slices"] == {}
+    assert sliced["curves"][1]["peak"] < whole["curves"][1]["peak"] / 2
+
+
+def test_tiles_are_no_question_to_a_saved_plan() -> None:
+    lowtide.save_solution(small(), "plan.json")
+    result = run("report", "--from", "plan.json", "--tiles", "-o", "out.html")
+    assert result.exit_code == 2
+    assert "leave --tiles out" in " ".join(result.stderr.replace("│", " ").split())
+
+
 # Exports ------------------------------------------------------------------------------------------------
 
 

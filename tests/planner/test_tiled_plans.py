@@ -165,6 +165,23 @@ def test_a_plan_by_layers_says_that_nothing_of_it_runs_in_slices() -> None:
     assert found.remark.endswith("nobody can; nothing of it runs in slices, which are for plans op by op")
 
 
+def test_a_step_in_slices_runs_in_an_arena() -> None:
+    plain, model = Head(), Head()
+    step = lowtide.in_arena(model, batch(), solution=planned(budget="min", tiles=True))
+    assert step.report.arena_bytes < LOGITS_BYTES
+    plain(*batch()).backward()
+    step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_frontier_of_a_graph_in_slices_keeps_them() -> None:
+    found = lowtide.frontier(planned(budget="min", tiles=True).graph, 3)
+    assert len(found) > 1
+    assert all(solution.graph.tiled is not None for solution in found)
+    assert max(solution.peak_bytes for solution in found) < LOGITS_BYTES
+
+
 # Refusals --------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,8 @@ import lowtide
 from lowtide.errors import BadRequest, InfeasibleBudget, PlanDisagrees
 from lowtide.planner.ladder import Ladder
 from lowtide.planner.ops import StepBudget
-from lowtide.planner.verify import tried
+from lowtide.planner.real_step import RealStep
+from lowtide.planner.verify import _numbers_of_plain, tried
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.solvers.tiled_summary import families
 from lowtide.text.budget import Budget
@@ -68,6 +69,9 @@ def test_a_plan_with_slices_is_verified_but_for_the_order_of_its_sums() -> None:
     assert found.peak_bytes <= found.allowed_bytes
     whole = tried(spec, StepBudget(replace(spec, tiles=False)).solve("auto", "min"), step.plain)
     assert whole.to_the_bit
+    plain = RealStep(spec, warm_up=1)
+    allowed = [_numbers_of_plain(plain, another_order) for another_order in (False, True)]
+    assert [alike.part for alike in allowed if alike is not None] == [0.0, 1e-4]
 
 
 def test_a_plan_whose_slices_add_up_to_something_else_is_found_out() -> None:
@@ -191,14 +195,15 @@ def test_a_budget_that_slices_would_keep_is_refused_with_what_they_reach() -> No
         planned(budget=LOGITS_BYTES)
     assert "With tiles=True (--tiles) the least is " in str(refusal.value)
     assert refusal.value.least_bytes > 2 * LOGITS_BYTES
-    hinted = StepBudget(StepSpec(Head(), batch(), profile=False)).least_bytes_in_slices(60.0)
+    hinted = StepBudget(StepSpec(Head(), batch(), profile=False)).least_bytes_in_slices("auto", 60.0)
     assert hinted is not None
     assert format_bytes(hinted) in str(refusal.value)
     assert least <= hinted < LOGITS_BYTES
     assert planned(budget=hinted, tiles=True).peak_bytes <= hinted
 
 
-def test_with_slices_a_refusal_has_no_such_hint() -> None:
+def test_with_slices_a_refusal_has_no_such_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepBudget, "least_bytes_in_slices", None)  # which nobody calls
     with pytest.raises(InfeasibleBudget) as refusal:
         planned(budget=1000, tiles=True)
     assert "tiles=True" not in str(refusal.value)
@@ -213,7 +218,7 @@ def test_a_budget_that_slices_do_not_help_is_refused_without_a_word_of_them() ->
 
 
 def test_a_search_that_takes_too_long_is_given_up() -> None:
-    assert StepBudget(StepSpec(Head(), batch(), profile=False)).least_bytes_in_slices(-1.0) is None
+    assert StepBudget(StepSpec(Head(), batch(), profile=False)).least_bytes_in_slices("auto", -1.0) is None
 
 
 @pytest.mark.parametrize("function", [lowtide.plan, lowtide.optimize])

@@ -303,6 +303,13 @@ def test_the_data_says_from_when_to_when_something_runs_in_slices() -> None:
     assert (set(slices["count"]), set(slices["of"])) == ({4}, {8})
 
 
+def test_a_stretch_ends_where_something_else_runs() -> None:
+    graph = in_slices(two_layers())
+    order = [0, 1, 31, *range(2, 31), *range(32, 64)]
+    curve = Curve("planned", graph, in_order(graph, order))
+    assert [found[1:] for found in curve.slices] == [(0, 2), (16, 31), (32, 48), (48, 64)]
+
+
 def test_a_page_has_a_row_for_each_family_of_regions_and_names_in_it_are_inert() -> None:
     graph = in_slices(two_layers())
     assert graph.tiled is not None

@@ -42,6 +42,22 @@ def test_regions_that_differ_in_a_number_alone_are_one_family() -> None:
     )
 
 
+def test_what_spares_most_comes_first_and_the_largest_tensor_counts() -> None:
+    graph = in_slices(two_layers())
+    assert graph.tiled is not None
+    first, second, third, fourth = graph.tiled.blocks
+    blocks = (
+        replace(first, where="a", spared_bytes=1),
+        replace(second, where="b", spared_bytes=5),
+        replace(third, where="b", spared_bytes=7, count=2),
+        replace(fourth, where="a", spared_bytes=6),
+    )
+    found = families(replace(graph, tiled=replace(graph.tiled, blocks=blocks)))
+    assert [(family.regions, family.count, family.spared_bytes) for family in found] == [
+        (("b",), 2, 7), (("a",), 4, 6), (("b",), 4, 5),
+    ]  # fmt: skip
+
+
 def test_a_backward_that_runs_with_its_forward_is_no_stretch_of_its_own() -> None:
     (family,) = families(in_slices(two_layers(), ahead=True))
     assert (family.stretches, family.extra_seconds) == (2, 0.0)
@@ -53,6 +69,19 @@ def test_what_scales_results_that_were_made_ahead_belongs_to_its_family() -> Non
     slower = replace(scaling, seconds=0.5)
     (family,) = families(replace(graph, ops=(*graph.ops[: slower.id], slower, *graph.ops[slower.id + 1 :])))
     assert family.extra_seconds == 0.5
+
+
+def test_what_is_scaled_into_its_place_belongs_to_the_family_that_made_it() -> None:
+    graph = in_slices(two_layers(), ahead=True)
+    assert graph.tiled is not None
+    first, second = graph.tiled.blocks
+    apart = replace(graph.tiled, blocks=(replace(first, where="a"), replace(second, where="b")))
+    scaled = [op for op in graph.ops if op.id > 48 and op.creates]
+    into = {op.id: replace(op, creates=(), mutates=op.creates, seconds=2.0**n) for n, op in enumerate(scaled)}
+    ops = tuple(into.get(op.id, op) for op in graph.ops)
+    extra = {family.name: family.extra_seconds for family in families(replace(graph, ops=ops, tiled=apart))}
+    made = {op.creates[0]: 2.0**n for n, op in enumerate(scaled)}
+    assert extra == {"a": made[14], "b": made[13]}
 
 
 def test_a_graph_that_was_not_timed_says_that_nobody_knows() -> None:

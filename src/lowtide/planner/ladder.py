@@ -85,7 +85,7 @@ class Ladder:
         """The same, with what slices would do, found in no more than the `seconds` that planning took."""
         if self.spec.tiles:
             return refusal
-        least = self.step.least_bytes_in_slices(max(seconds, _SHORT_SECONDS))
+        least = self.step.least_bytes_in_slices(self.method, max(seconds, _SHORT_SECONDS))
         if least is None or least > _WORTH_SAYING * refusal.least_bytes:
             return refusal
         advice = f"With tiles=True (--tiles) the least is {format_bytes(least)}. {SINGLE_OPS}"

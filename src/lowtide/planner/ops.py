@@ -141,14 +141,14 @@ class StepBudget:
         what = "peak lower" if wanted is None else "take less time within the budget"
         return replace(best, remark=f"{_NOTHING_IN_SLICES} {what}")
 
-    def least_bytes_in_slices(self, seconds: float) -> int | None:
+    def least_bytes_in_slices(self, method: str | Scheduler, seconds: float) -> int | None:
         """The least budget that a quick search with slices keeps, after about so many seconds; None: no idea.
 
         Costs of slices are parts of those of whole ops: nothing is run for it.
         """
         stop = time.monotonic() + seconds
         found: list[GraphSolution] = []
-        quick = quickly("auto")
+        quick = quickly(method)
 
         def lowest(graph: Graph) -> GraphSolution:
             if time.monotonic() > stop:
@@ -159,9 +159,7 @@ class StepBudget:
 
         with suppress(_OutOfTime):
             best_tiled(self.graph, lambda graph: graph, lowest, lowest, is_lowest=True)
-        return min(
-            (self.promised_bytes(each) for each in found if each.graph.tiled is not None), default=None
-        )
+        return min(map(self.promised_bytes, found), default=None)
 
     def promised_bytes(self, solution: GraphSolution) -> int:
         """What a budget must hold for `solution` to be safe."""

@@ -87,6 +87,7 @@ def test_places_of_one_dimension_make_parts_or_contradict_one_another(
         (tensor((2, 5, 8), (48, 8, 1)), ((0, 2), (1, 5)), ((2, 48), (5, 8))),  # all but the last of six
         (tensor((6, 8)), ((ABSENT, 2), (0, 6)), ((2, 0), (6, 8))),
         (tensor((1, 6, 8)), ((0, 1), (1, 6)), ((6, 8),)),
+        (tensor((1, 6, 8)), ((0, 1),), ((1, 48),)),
         (tensor((2, 3), (0, 0)), ((0, 2), (1, 3)), ((6, 0),)),
     ],
 )

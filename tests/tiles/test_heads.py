@@ -11,13 +11,16 @@ from torch import Tensor, nn
 
 from lowtide.ir.graph import Phase
 from lowtide.tiles.early import early
+from lowtide.tiles.region import Region, grown
 from lowtide.tiles.tile import tile
 from tests.helpers.sliced import results_of
 from tests.helpers.sliced_steps import (
     Case,
     Function,
+    assert_as_near,
     assert_trains_in_slices,
     captured,
+    exact,
     exactly,
     region_at_the_largest,
 )
@@ -161,6 +164,28 @@ TWICE: dict[str, Function] = {
 def test_the_head_of_a_language_model(name: str, dtype: torch.dtype) -> None:
     function = {**AHEAD, **TWICE}[name]
     assert_trains_in_slices(Case(function, PARAMETERS, BATCH, ahead=name in AHEAD), dtype)
+
+
+def shifted_by_slicing(p: nn.ParameterDict, batch: Batch) -> Tensor:
+    found = logits(p, batch)[..., :-1, :].contiguous()
+    return F.cross_entropy(found.view(-1, WORDS), batch["labels"][..., 1:].reshape(-1))
+
+
+@TYPES
+@pytest.mark.parametrize("tokens", [8, 5, 2])
+def test_logits_of_which_the_last_is_cut_off(tokens: int, dtype: torch.dtype) -> None:
+    """An odd number of them is left of each sentence. What makes them stays whole."""
+    batch = {**BATCH, "x": numbers(3, tokens, WIDTH), "labels": torch.arange(3 * tokens).view(3, tokens)}
+    case = Case(shifted_by_slicing, PARAMETERS, batch)
+    graph, given = captured(case, dtype)
+    plain, reference = results_of(graph, given), exact(case, dtype)
+    seed = next(op for op in graph.ops if op.target == "aten._log_softmax.default")
+    region = grown(graph, seed.id, (0,))
+    assert isinstance(region, Region)
+    for count in (2, 3, 7):
+        assert_as_near(
+            results_of(tile(graph, region, min(count, 3 * (tokens - 1))), given), plain, reference, dtype
+        )
 
 
 # What is beside the table ---------------------------------------------------------------------------------

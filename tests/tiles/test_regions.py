@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.errors import BadRequest
-from lowtide.ir.graph import Graph
+from lowtide.ir.graph import Graph, Phase
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
 from lowtide.tiles.blocks import TARGET, contracted
@@ -139,6 +139,20 @@ def test_two_regions_are_cut_at_once_and_one_after_the_other() -> None:
     assert_same(results_of(other, given), results_of(graph, given))
 
 
+def test_what_is_small_is_kept_for_the_backward_and_what_is_large_is_made_again() -> None:
+    """The largest takes 4096 bytes, the sums of its rows 16: less than a sixteenth."""
+    graph, given = drawn_training(
+        lambda x: (x.exp() / x.exp().sum(1, keepdim=True)).square().sum(), [numbers(4, 256)]
+    )
+    tiled = tile(graph, region_at(graph, "div", 0), 2)
+    again = [op.target.split(".")[1] for op in tiled.ops if op.phase is Phase.BACKWARD]
+    plain = [op.target.split(".")[1] for op in graph.ops if op.phase is Phase.BACKWARD]
+    assert plain.count("exp") == 0
+    assert again.count("exp") == 2 * 2
+    assert again.count("sum") == 2 * plain.count("sum")
+    assert_same(results_of(tiled, given), results_of(graph, given))
+
+
 # Random numbers -------------------------------------------------------------------------------------------
 
 
@@ -178,6 +192,10 @@ BORDERS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         "aten.native_batch_norm has no rule for slices",
     ),
     "in place": (lambda x: x.exp().sin().add_(1), "aten.sin looks at what is changed in place"),
+    "two ways": (
+        lambda x: (x := x[:, :6].exp()) + x.t(),
+        "aten.add looks at what is sliced along another dimension",
+    ),
     "mse": (lambda x: F.mse_loss(x.exp(), x), "aten.mse_loss has no rule for slices"),
 }
 
@@ -222,6 +240,38 @@ def test_regions_that_wait_for_each_other_are_refused() -> None:
     assert list(inner.ops) == [1, 2]
     with pytest.raises(BadRequest, match="would have to wait for each other"):
         cut(graph, [Cut(outer, 2), Cut(inner, 2)])
+
+
+def test_what_draws_or_changes_something_does_not_wait_for_a_region() -> None:
+    def draws(x: Tensor, counter: Tensor) -> tuple[Tensor, ...]:
+        wide = x.exp()
+        dropped, _ = torch.ops.aten.native_dropout.default(wide, 0.5, True)
+        return dropped, wide.cos()
+
+    def changes(x: Tensor, counter: Tensor) -> tuple[Tensor, ...]:
+        wide = x.exp()
+        counter.add_(wide.cumsum(0))
+        return counter.sin(), wide.cos()
+
+    for function in (draws, changes):
+        graph, _ = drawn_results(function, [numbers(6, 8), numbers(6, 8)])
+        with pytest.raises(
+            BadRequest, match="would have to wait for it, and draws random numbers or looks at"
+        ):
+            tile(graph, region_at(graph, "exp", 0), 2)
+
+
+def test_what_is_in_slices_is_not_cut_again() -> None:
+    graph, _ = drawn_results(rows, [numbers(4, 8)])
+    tiled = tile(graph, region_at(graph, "exp", 0), 2)
+    assert grown(tiled, 1, (1,)) == "aten.exp belongs to another part of the step"
+
+
+def test_nothing_runs_ahead_in_float16() -> None:
+    """Its gradients are made with ones in place of what is small, and may be too large."""
+    for dtype, is_ahead in ((torch.float16, False), (torch.bfloat16, True)):
+        graph, _ = drawn_training(lambda x: x.exp().sin().sum(), [numbers(6, 8).to(dtype)])
+        assert (early(graph, region_at(graph, "exp", 0)) is not None) == is_ahead
 
 
 def test_what_is_not_proportional_to_its_gradient_does_not_run_ahead() -> None:

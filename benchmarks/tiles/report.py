@@ -118,24 +118,35 @@ def draw(rows: Sequence[Json], names: Sequence[str], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(names), figsize=(4.2 * len(names), 4), squeeze=False)
-    for panel, name in zip(panels[0], names, strict=True):
-        for row in rows:
-            if row["subject"] != name or "peak_bytes" not in row:
-                continue
+    across = min(3, len(names))
+    down = -(-len(names) // across)
+    figure, panels = pyplot.subplots(down, across, figsize=(5.4 * across, 3.8 * down), squeeze=False)
+    for panel in panels.flat[len(names) :]:
+        panel.axis("off")
+    for panel, name in zip(panels.flat, names, strict=False):
+        found = [row for row in rows if row["subject"] == name and "peak_bytes" in row]
+        widest = max(row["peak_bytes"] for row in found) / 2**30
+        for row in found:
             is_peer = row["kind"] == "peer"
+            colour = "#777777" if is_peer else "#0b6e99"
             place = row["peak_bytes"] / 2**30, row["ms"]
-            panel.plot(
-                *place, "o", color="#777777" if is_peer else "#0b6e99", mfc="none" if is_peer else "#0b6e99"
-            )
+            panel.plot(*place, "o", color=colour, mfc="none" if is_peer else colour)
             label = row["label"] if is_peer else f"lowtide, {row['label']}"
-            panel.annotate(label, place, xytext=(5, 4), textcoords="offset points", fontsize=7)
+            is_right = place[0] > 0.6 * widest
+            panel.annotate(
+                label,
+                place,
+                xytext=(-6 if is_right else 6, 5 if is_peer else -11),
+                textcoords="offset points",
+                ha="right" if is_right else "left",
+                fontsize=7.5,
+                color=colour,
+            )
         panel.set_title(name, fontsize=9)
         panel.set_xlabel("GiB")
         panel.set_ylabel("ms")
-        panel.set_xlim(left=0)
-        panel.set_ylim(bottom=0)
-        panel.margins(x=0.25, y=0.15)
+        panel.set_xlim(0, 1.1 * widest)
+        panel.set_ylim(0, 1.15 * max(row["ms"] for row in found))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -179,6 +179,8 @@ LOGITS, LABELS = randn(4, 6).log_softmax(1), whole(6, 4)
 PIXELS, PIXEL_LABELS = randn(4, 6, 2, 2).log_softmax(1), whole(6, 4, 2, 2)
 SOME_LABELS = torch.where(torch.arange(4) == 1, -100, LABELS)
 POOLED, AT = aten.max_pool2d_with_indices(IMAGES, TWOS, TWOS)
+DEEP = randn(2, 4, 6) * torch.arange(1, 9).view(2, 4, 1)  # rows are not alike
+DEEP_NORMED = aten.native_layer_norm(DEEP, [6], ROW, ROW, 1e-5)
 NORMED = aten.native_layer_norm(X, [6], ROW, ROW, 1e-5)
 GROUP_NORMED = aten.native_group_norm(IMAGES, part(6), part(6), 4, 6, 25, 2, 1e-5)
 NLL = aten.nll_loss_forward(LOGITS, SOME_LABELS, ROW, 1, -100)
@@ -332,6 +334,21 @@ TABLE: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = [
         (Y, X, [6], NORMED[1], NORMED[2], ROW, None, [False, True, False]),
         {},
     ),
+    (
+        "ssx ssx ss. ss. x x -> ccx x x",
+        aten.native_layer_norm_backward.default,
+        (randn(2, 4, 6), DEEP, [6], *DEEP_NORMED[1:], ROW, ROW, [True, True, True]),
+        {},
+    ),
+    ("ccx x x -> ccx cc. cc.", aten.native_layer_norm.default, (DEEP, [6], ROW, ROW, 1e-5), {}),
+    ("ccx x -> ccx cc.", aten._fused_rms_norm.default, (DEEP, [6], ROW, 1e-5), {}),
+    ("ccx -> ccx", aten._softmax.default, (DEEP, 2, False), {}),
+    ("cxc cxc -> cxc", aten._softmax_backward_data.default, (DEEP, DEEP.softmax(1), 1, FLOAT32), {}),
+    ("ccx ccx -> ccx", aten._log_softmax_backward_data.default, (DEEP, DEEP.softmax(2), 2, FLOAT32), {}),
+    ("cxc -> cxc", aten.cumsum.default, (DEEP, 1), {}),
+    ("ccx ccx ccx -> ccx", aten.scatter_add.default, (DEEP, 2, whole(6, 2, 4, 6), DEEP), {}),
+    ("ccx ccc -> ccc", aten.gather.default, (DEEP, 2, whole(6, 2, 4, 3)), {}),
+    ("ssc ss -> xc", aten.embedding_dense_backward.default, (DEEP, whole(5, 2, 4), 5, -1, False), {}),
     ("cx x -> cx c.", aten._fused_rms_norm.default, (X, [6], ROW, 1e-5), {}),
     ("cx -> cx c.", aten._fused_rms_norm.default, (X, [6], None, 1e-5), {}),
     (

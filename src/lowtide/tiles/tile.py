@@ -33,7 +33,7 @@ from lowtide.ir.graph import (
     argument_tensors,
     short_name,
 )
-from lowtide.ir.strides import contiguous
+from lowtide.ir.strides import contiguous, same
 from lowtide.ir.validate import item_bytes, validate
 from lowtide.tiles.axis import Compact, Place, Range, extent, narrowed, ranges
 from lowtide.tiles.early import NOTHING, Early, Factor
@@ -49,6 +49,10 @@ _EXACT = {
     "bmm": ("aten.bmm.dtype", "aten.baddbmm.dtype_out"),
 }
 _FLOAT = Symbol("dtype", "float32")
+# Arguments that kernels read one number after the other, whatever their strides say. A whole tensor of them
+# is as one expects; a slice along an inner dimension is not.
+_IN_A_ROW = {"native_layer_norm_backward": (3, 4), "_fused_rms_norm_backward": (3,)}
+_CONTIGUOUS = Symbol("memory_format", "contiguous_format")
 
 
 @dataclass(frozen=True)
@@ -521,6 +525,8 @@ class _Slice:
         tiling, found = self.tiling, self.region.region.ops[op.id]
         args = tuple(self._arg(op, found, position, arg) for position, arg in enumerate(op.args))
         options = tuple((name, self._arg(op, found, name, arg)) for name, arg in op.kwargs)
+        for position in _IN_A_ROW.get(short_name(op.target), ()):
+            args = (*args[:position], self._in_a_row(op, args[position]), *args[position + 1 :])
         if found.averaged is not None:
             averaged = found.averaged
             args = (*args[: averaged.position], averaged.number, *args[averaged.position + 1 :])
@@ -664,6 +670,30 @@ class _Slice:
         if look is None:
             raise BadRequest(f"{op.label} looks at a slice in a way that is no view of it alone.")
         return Ref(self.tiling.look(replace(look, value=value)))
+
+    def _in_a_row(self, op: Op, arg: Arg) -> Arg:
+        """The same numbers one after the other in memory: a copy, if they are not."""
+        if not isinstance(arg, Ref):
+            return arg
+        tensor = self.tiling.tensors[arg.tensor]
+        packed = contiguous(tensor.shape)
+        if same(tensor.shape, tensor.stride, packed):
+            return arg
+        size = extent(enumerate(tensor.shape)) * item_bytes(tensor.dtype)
+        value = self.tiling.value(size, tensor.value)
+        made = self.tiling.look(replace(tensor, value=value, stride=packed, offset=0))
+        self.tiling.add(
+            self.tiling.op(
+                op,
+                "aten.clone.default",
+                (arg,),
+                options=(("memory_format", _CONTIGUOUS),),
+                outputs=(made,),
+                creates=(value,),
+                phase=self.phase,
+            )
+        )
+        return Ref(made)
 
     def _size(self, found: Passage, at: int) -> int:
         """How long one part of the sliced dimension is in this slice."""

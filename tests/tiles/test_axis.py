@@ -89,6 +89,7 @@ def test_places_of_one_dimension_make_parts_or_contradict_one_another(
         (tensor((1, 6, 8)), ((0, 1), (1, 6)), ((6, 8),)),
         (tensor((1, 6, 8)), ((0, 1),), ((1, 48),)),
         (tensor((2, 3), (0, 0)), ((0, 2), (1, 3)), ((6, 0),)),
+        (tensor((12, 8)), ((0, 2),), ((2, 48),)),  # the outer part of sentences times tokens
     ],
 )
 def test_a_place_is_an_axis_of_the_value(look: Tensor, place: Place, axis: Axis) -> None:
@@ -104,6 +105,9 @@ def test_a_place_is_an_axis_of_the_value(look: Tensor, place: Place, axis: Axis)
         (tensor((2, 6, 4, 2)), ((12, 8),), ((0, 2), (1, 6))),
         (tensor((8, 12), (1, 8)), ((12, 8),), ((1, 12),)),
         (tensor((12, 8)), ((6, 8),), None),
+        (tensor((12, 8)), ((2, 48),), ((0, 2),)),
+        (tensor((2, 5, 8), (48, 8, 1)), ((2, 48),), ((0, 2),)),
+        (tensor((12, 8)), ((2, 40),), None),  # of five tokens each: not all of the dimension
         (tensor((2, 6, 1)), ((4, 0), (12, 1)), ((ABSENT, 4), (0, 2), (1, 6))),
     ],
 )
@@ -111,6 +115,11 @@ def test_an_axis_is_found_in_another_look_or_is_not_there(
     look: Tensor, axis: Axis, place: Place | None
 ) -> None:
     assert place_in(look, axis) == place
+
+
+def test_the_outer_part_of_a_dimension_is_cut_between_whole_sentences() -> None:
+    part = narrowed(tensor((12, 8)), ((0, 3),), (1, 3))
+    assert (part.shape, part.offset) == ((8, 8), 32)
 
 
 def test_a_slice_in_memory_of_its_own() -> None:

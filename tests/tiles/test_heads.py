@@ -174,7 +174,7 @@ def shifted_by_slicing(p: nn.ParameterDict, batch: Batch) -> Tensor:
 @TYPES
 @pytest.mark.parametrize("tokens", [8, 5, 2])
 def test_logits_of_which_the_last_is_cut_off(tokens: int, dtype: torch.dtype) -> None:
-    """An odd number of them is left of each sentence. What makes them stays whole."""
+    """An odd number of them is left of each sentence: along tokens, what makes them stays whole."""
     batch = {**BATCH, "x": numbers(3, tokens, WIDTH), "labels": torch.arange(3 * tokens).view(3, tokens)}
     case = Case(shifted_by_slicing, PARAMETERS, batch)
     graph, given = captured(case, dtype)
@@ -186,6 +186,27 @@ def test_logits_of_which_the_last_is_cut_off(tokens: int, dtype: torch.dtype) ->
         assert_as_near(
             results_of(tile(graph, region, min(count, 3 * (tokens - 1))), given), plain, reference, dtype
         )
+
+
+@TYPES
+@pytest.mark.parametrize("tokens", [8, 5, 2])
+def test_logits_of_which_the_last_is_cut_off_are_never_whole_along_sentences(
+    tokens: int, dtype: torch.dtype
+) -> None:
+    batch = {**BATCH, "x": numbers(4, tokens, WIDTH), "labels": torch.arange(4 * tokens).view(4, tokens)}
+    case = Case(shifted_by_slicing, PARAMETERS, batch)
+    graph, given = captured(case, dtype)
+    seed = next(op for op in graph.ops if op.target == "aten._log_softmax.default")
+    region = grown(graph, seed.id, ((0, 4),))
+    assert isinstance(region, Region)
+    shapes = {op.id: graph.tensors[op.outputs[0] or 0].shape for op in graph.ops if op.outputs}
+    head = next(op for op in graph.ops if shapes[op.id] == (4 * tokens, WORDS))
+    assert region.parts == (4,)
+    assert head.id in region.ops
+    plain, reference = results_of(graph, given), exact(case, dtype)
+    for ahead in (None, early(graph, region)):
+        for count in (2, 3, 4):
+            assert_as_near(results_of(tile(graph, region, count, ahead), given), plain, reference, dtype)
 
 
 # What is beside the table ---------------------------------------------------------------------------------

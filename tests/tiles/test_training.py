@@ -129,6 +129,23 @@ def test_a_step_in_slices_holds_what_was_said_and_keeps_a_budget_that_nothing_el
     assert reading.growth_bytes == pytest.approx(solution.timeline.growth_bytes, rel=1e-3)
 
 
+class Shifted(Language):
+    def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+        found = self.logits(tokens)[..., :-1, :].contiguous()
+        return F.cross_entropy(found.view(-1, found.size(-1)), labels[..., 1:].reshape(-1))
+
+
+def test_logits_that_are_shifted_by_slicing_are_never_whole() -> None:
+    model, args = Shifted(), batch(sentences=4)
+    plain = copy.deepcopy(model)
+    solution = tiled_plan(model, args, budget="min")
+    logits_bytes = 4 * 32 * WORDS * 4
+    made = {value for op in solution.graph.ops for value in op.creates}
+    assert max(solution.graph.values[value].bytes for value in made) < logits_bytes / 2
+    lowtide.apply(model, solution)
+    assert_close(model, plain, args, backward)
+
+
 # Kinds of steps -------------------------------------------------------------------------------------------
 
 

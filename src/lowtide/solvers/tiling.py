@@ -18,7 +18,7 @@ from functools import cached_property
 
 from lowtide.errors import BadRequest
 from lowtide.ir.bounds import needed_bytes
-from lowtide.ir.graph import Graph, Op, Phase
+from lowtide.ir.graph import Graph, Op, Phase, Role
 from lowtide.ir.simulate import allocator_of
 from lowtide.solvers.solution import GraphSolution
 from lowtide.tiles.blocks import TARGET, contracted
@@ -283,7 +283,7 @@ class _Choice:
     extra_seconds: float
     count: int
     region: Region
-    dims: tuple[int, ...]
+    dims: tuple[int | tuple[int, int], ...]
     only: frozenset[int]  # which ops may join
 
     def __lt__(self, other: _Choice) -> bool:
@@ -324,14 +324,27 @@ def _alone(graph: Graph, region: Region) -> _Alone:
     )
 
 
-def _dimensions(graph: Graph, seed: Op) -> Iterator[tuple[int, ...]]:
-    """Along what the largest tensor of an op may be cut: its leading dimensions together, or any alone."""
+def _dimensions(graph: Graph, seed: Op) -> Iterator[tuple[int | tuple[int, int], ...]]:
+    """Along what the largest tensor of an op may be cut.
+
+    Its leading dimensions together, any alone, or as many parts of the first as the batch has examples: where
+    tokens are shifted, those of all examples are not one dimension everywhere.
+    """
     _, number = largest(graph, seed)
     shape = graph.tensors[number].shape
     leading = (tuple(range(stop)) for stop in range(1, len(shape)))
     for dims in dict.fromkeys((*leading, *((dim,) for dim in range(len(shape))))):
         if any(shape[dim] > 1 for dim in dims):
             yield dims
+    for examples in _batch_sizes(graph):
+        if shape and 1 < examples < shape[0] and not shape[0] % examples:
+            yield ((0, examples),)
+
+
+def _batch_sizes(graph: Graph) -> dict[int, None]:
+    """How many examples there may be in the batch: the lengths of its tensors."""
+    given = {value for value in graph.resident if graph.values[value].role is Role.BATCH}
+    return dict.fromkeys(each.shape[0] for each in graph.tensors if each.value in given and each.shape)
 
 
 def _kind(graph: Graph, op: Op) -> tuple[object, ...]:

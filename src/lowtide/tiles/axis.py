@@ -1,6 +1,7 @@
 """The dimension that is sliced: where it is in each tensor, and what a slice of it looks like.
 
-    place   of a tensor: which of its dimensions make up the one that is sliced, outermost part first
+    place   of a tensor: which of its dimensions make up the one that is sliced, outermost part first; of a
+            dimension that is longer than the part, the part is the outer one
     axis    of a value: the same in memory, as sizes and steps, so that any look at the value can be asked
     ranges  the slices, cut so that each is a view in every tensor
 
@@ -35,7 +36,7 @@ def axis_of(tensor: Tensor, place: Place) -> Axis:
     """The axis of the value that `tensor` looks at, if it is at `place` there."""
     found: list[tuple[int, int]] = []
     for dim, size in place:
-        step = 0 if dim == ABSENT else tensor.stride[dim]
+        step = 0 if dim == ABSENT else tensor.stride[dim] * _within(tensor, dim, size)
         if size == 1 and found:
             continue
         if found and found[-1][0] == 1:
@@ -69,10 +70,26 @@ def place_in(tensor: Tensor, axis: Axis) -> Place | None:
             for outer, inner in pairwise(inside)
         )
         whole = math.prod(tensor.shape[dim] for dim in inside) == size
+        if not inside and (outer := _merged(tensor, size, step)) is not None:
+            place.append((outer, size))
+            continue
         if not inside or not chained or not whole or tensor.stride[inside[-1]] != step:
             return None
         place += [(dim, tensor.shape[dim]) for dim in inside]
     return tuple(place)
+
+
+def _merged(tensor: Tensor, size: int, step: int) -> int | None:
+    """The dimension of which this is the outer part: batches of a dimension that is batches times tokens."""
+    for dim, (length, stride) in enumerate(zip(tensor.shape, tensor.stride, strict=True)):
+        if stride and length > size and length * stride == size * step and not step % stride:
+            return dim
+    return None
+
+
+def _within(tensor: Tensor, dim: int, size: int) -> int:
+    """How many elements of a dimension one of the sliced elements is."""
+    return tensor.shape[dim] // size
 
 
 def narrowed(tensor: Tensor, place: Place, part: Range) -> Tensor:
@@ -84,8 +101,9 @@ def narrowed(tensor: Tensor, place: Place, part: Range) -> Tensor:
         inner //= size
         first, last = start // inner, -(-stop // inner)
         if dim != ABSENT:
-            shape[dim] = last - first
-            offset += first * tensor.stride[dim]
+            within = _within(tensor, dim, size)
+            shape[dim] = (last - first) * within
+            offset += first * within * tensor.stride[dim]
         if last - first > 1:
             assert not start % inner, "ranges are cut where all places allow it"
             assert not stop % inner, "ranges are cut where all places allow it"

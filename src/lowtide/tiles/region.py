@@ -89,13 +89,14 @@ def passage(graph: Graph, op: Op, where: Slot | int, place: Place) -> Passage | 
 def grown(
     graph: Graph,
     seed: int,
-    dims: Sequence[int],
+    dims: Sequence[int | tuple[int, int]],
     small: float = SMALL,
     only: frozenset[int] | None = None,
 ) -> Region | str:
     """The region around op `seed`, sliced along dimensions of the largest tensor that it makes or takes.
 
-    Several dimensions are sliced as if they were one, the first outermost. `small` is what may cross the
+    Several dimensions are sliced as if they were one, the first outermost. Of a dimension that is given with
+    a size only the outer part is sliced: (0, 8) of 8 examples times tokens. `small` is what may cross the
     region's border, as a part of that tensor. With `only`, no other ops may join. Or why there is none, in
     words.
     """
@@ -103,7 +104,8 @@ def grown(
     where, number = largest(graph, op)
     tensor = graph.tensors[number]
     growth = _Growth(graph, op.section, small * graph.values[tensor.value].bytes, only)
-    reason = growth.join(op, where, tuple((dim, tensor.shape[dim]) for dim in dims))
+    place = tuple((dim, tensor.shape[dim]) if isinstance(dim, int) else dim for dim in dims)
+    reason = growth.join(op, where, place)
     if reason:
         return reason
     growth.spread()

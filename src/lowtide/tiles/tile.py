@@ -653,7 +653,7 @@ class _Slice:
 
     def _item(self, op: Op, found: Passage, slot: Slot, arg: Arg) -> Arg:
         if slot in found.sized and isinstance(arg, int):
-            return self._size(found, found.sized[slot])
+            return self._size(found, found.sized[slot], arg)
         if isinstance(arg, tuple):
             return tuple(self._item(op, found, slot, each) for each in arg)
         if not isinstance(arg, Ref):
@@ -695,12 +695,12 @@ class _Slice:
         )
         return Ref(made)
 
-    def _size(self, found: Passage, at: int) -> int:
-        """How long one part of the sliced dimension is in this slice."""
+    def _size(self, found: Passage, at: int, size: int) -> int:
+        """How long one part of the sliced dimension, or what it is the outer part of, is in this slice."""
         place = next(each for each in (*found.makes, *found.takes.values()) if each is not None)
         shape = [size for _, size in place]
         unit = Tensor(0, 0, tuple(shape), contiguous(shape), 0, "uint8")
-        return narrowed(unit, tuple(enumerate(shape)), self.part).shape[at]
+        return narrowed(unit, tuple(enumerate(shape)), self.part).shape[at] * (size // shape[at])
 
 
 class _Sums:

@@ -218,7 +218,11 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
         ((cell_of(LOSS), "cell_contents"),),
     ),
 }
-BELOW = {"aot/capture", "integrations/lightning"}  # those that are no context by themselves
+BELOW = {
+    "aot/capture",
+    "integrations/lightning",
+    "integrations/transformers",
+}  # those that are no context by themselves
 
 
 @pytest.fixture(autouse=True)
@@ -279,6 +283,27 @@ def test_a_lightning_module_is_the_same_after_an_exception() -> None:
     callback.on_exception(None, module, Interruption())
     assert vars(module).keys() == before.keys()
     assert all(held(module, name) is old for name, old in before.items())
+
+
+def test_a_trainers_model_is_the_same_after_an_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from lowtide.integrations import transformers as integration
+
+    model = nn.Linear(2, 2)
+    before = dict(vars(model))
+
+    def interrupted(found: nn.Module, *_: object, **__: object) -> None:
+        assert held(found, "forward") is not ABSENT
+        raise Interruption
+
+    monkeypatch.setattr(integration, "optimize_where_it_trains", interrupted)
+    callback = integration.LowtideCallback("1GiB", progress=False, tiles=True)
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(Interruption), pytest.warns(UserWarning, match="logits"):
+        callback.on_train_begin(args, transformers.TrainerState(), None, model=model)
+    assert vars(model).keys() == before.keys()
 
 
 def test_every_module_that_replaces_foreign_code_is_tested_here() -> None:

@@ -97,26 +97,28 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
         """Put a plan on the model that will be made when it meets its first batch."""
         _refuse_what_does_not_go_together(args)
         self._undo.close()  # of a training that an error has ended
-        if self.tiles:
-            remove(model)
-            why = "what a model returns is held as a whole, and a Trainer needs the loss alone"
-            self._undo.enter_context(
-                patched(model, "forward", _loss_alone(model), why=why, since="transformers 4.40")
+        with ExitStack() as undo:
+            if self.tiles:
+                remove(model)
+                why = "what a model returns is held as a whole, and a Trainer needs the loss alone"
+                undo.enter_context(
+                    patched(model, "forward", _loss_alone(model), why=why, since="transformers 4.40")
+                )
+                undo.callback(remove, model)
+                warnings.warn(f"lowtide: {_NO_LOGITS}", stacklevel=2)
+            optimize_where_it_trains(
+                model,
+                _engine(args),
+                budget=self.budget,
+                method=self.method,
+                loss=self.loss,
+                optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it
+                accumulate=args.gradient_accumulation_steps,
+                on_new_shape=self.on_new_shape,
+                progress=bar_while_planning(self.progress and state.is_local_process_zero),
+                tiles=self.tiles,
             )
-            self._undo.callback(remove, model)
-            warnings.warn(f"lowtide: {_NO_LOGITS}", stacklevel=2)
-        optimize_where_it_trains(
-            model,
-            _engine(args),
-            budget=self.budget,
-            method=self.method,
-            loss=self.loss,
-            optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it
-            accumulate=args.gradient_accumulation_steps,
-            on_new_shape=self.on_new_shape,
-            progress=bar_while_planning(self.progress and state.is_local_process_zero),
-            tiles=self.tiles,
-        )
+            self._undo = undo.pop_all()
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **others: Any) -> None:
         """Look up what has been planned."""

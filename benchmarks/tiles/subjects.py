@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.shared.subjects import Made, gpt2, gpt2_medium, llama, llama_1b
+from benchmarks.shared.subjects import Made, gpt2
+from benchmarks.standing import models
 from benchmarks.standing.models import Sample, images, text
 
 EAGER = "eager"
@@ -80,7 +81,7 @@ def qwen3_600m() -> Any:
 
 LARGE: Mapping[str, Subject] = {
     "llama-1b": Subject(
-        text("llama-1b, 8×2048, bf16", llama_1b, 8, 2048),
+        models.LARGE["llama-1b"],
         (EAGER, CHECKPOINTED, CHUNKED),
         (
             Question(LOWEST, most_mib=6500),
@@ -94,7 +95,7 @@ LARGE: Mapping[str, Subject] = {
         (Question(LOWEST, most_mib=5000), Question(CHECKPOINTED, most_ms=520)),
     ),
     "gpt2-medium": Subject(
-        text("gpt2-medium, 8×1024, fp32", gpt2_medium, 8, 1024),
+        models.LARGE["gpt2-medium"],
         (EAGER, CHECKPOINTED),
         (Question(LOWEST, most_mib=5500), Question(CHECKPOINTED, most_ms=560)),
     ),
@@ -110,18 +111,9 @@ LARGE: Mapping[str, Subject] = {
     ),
 }
 
-_NARROW: Callable[..., Any] = partial(
-    llama,
-    hidden_size=128,
-    intermediate_size=512,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=8000,
-)
 SMALL: Mapping[str, Subject] = {
     "llama-1b": Subject(
-        text("small llama, 2×128, bf16", _NARROW, 2, 128),
+        models.SMALL["llama-1b"],
         (EAGER, CHECKPOINTED, CHUNKED),
         (Question(LOWEST), Question(CHUNKED), Question(CHECKPOINTED)),
     ),

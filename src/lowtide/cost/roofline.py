@@ -62,19 +62,24 @@ def with_estimated_seconds(graph: Graph) -> Graph:
 
 def estimated_seconds(op: Op, graph: Graph) -> float:
     """How long `op` takes, by the rates of its kind."""
-    rate = RATES[kind_of(op, graph)]
-    return max(LAUNCH_SECONDS, flops_of(graph, op) / rate.flops, moved_bytes(op, graph) / rate.bytes)
+    flops = flops_of(graph, op)
+    rate = RATES[_pace(op, graph, flops)]
+    return max(LAUNCH_SECONDS, flops / rate.flops, moved_bytes(op, graph) / rate.bytes)
 
 
 def kind_of(op: Op, graph: Graph) -> Pace:
     """What sets the pace of `op`."""
+    return _pace(op, graph, flops_of(graph, op))
+
+
+def _pace(op: Op, graph: Graph, flops: int) -> Pace:
     is_half = any(graph.tensors[tensor].dtype in _HALF for tensor in argument_tensors(op))
     name = short_name(op.target)
     if "convolution" in name:
         return Pace.CONVOLUTION
     if "attention" in name:
         return Pace.ATTENTION_HALF if is_half else Pace.ATTENTION
-    if flops_of(graph, op):
+    if flops:
         return Pace.MATRIX_HALF if is_half else Pace.MATRIX
     return Pace.ROUNDABOUT if any(part in name for part in _ROUNDABOUT) else Pace.STRAIGHT
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from lowtide.ir.graph import Graph, Op, Ref, Tile, Tiled
+from lowtide.ir.graph import Graph, Op, Ref, Tile, Tiled, argument_tensors
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
 from lowtide.ir.simulate import allocator_of
 from lowtide.ir.walk import walk
@@ -47,9 +47,10 @@ def contracted(graph: Graph) -> Contracted:
     """
     if graph.tiled is None:
         return Contracted(graph, tuple((Compute(op.id),) for op in graph.ops))
-    if graph not in _KNOWN:
-        _KNOWN[graph] = _contracted(graph, graph.tiled)
-    return _KNOWN[graph]
+    found = _KNOWN.get(graph)  # once: a graph is long to hash
+    if found is None:
+        found = _KNOWN[graph] = _contracted(graph, graph.tiled)
+    return found
 
 
 def _contracted(graph: Graph, tiled: Tiled) -> Contracted:
@@ -87,9 +88,10 @@ def _as_one(graph: Graph, block: Tile) -> tuple[Op, frozenset[int]]:
     looks = {graph.tensors[number].value: number for op in ops for number in op.outputs if number is not None}
     given: dict[int, int] = {}  # value -> a tensor that looks at it
     for op in ops:
-        for number in _handed(op):
+        for number in argument_tensors(op):
             given.setdefault(graph.tensors[number].value, number)
-    reads = tuple(dict.fromkeys(value for op in ops for value in op.reads if value not in set(made)))
+    inside = frozenset(made)
+    reads = tuple(dict.fromkeys(value for op in ops for value in op.reads if value not in inside))
     left = tuple(value for value in made if value not in inner)
     return (
         Op(
@@ -109,13 +111,6 @@ def _as_one(graph: Graph, block: Tile) -> tuple[Op, frozenset[int]]:
         ),
         inner,
     )
-
-
-def _handed(op: Op) -> Iterator[int]:
-    for arg in (*op.args, *(arg for _, arg in op.kwargs)):
-        for each in arg if isinstance(arg, tuple) else (arg,):
-            if isinstance(each, Ref):
-                yield each.tensor
 
 
 def _inside(graph: Graph, block: Tile, inner: frozenset[int]) -> Iterator[Step]:

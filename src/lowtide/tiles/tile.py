@@ -112,7 +112,7 @@ class _Tiling:
                     self._move_blocks(unit, first)
                 case (region, stage):
                     region.block(stage)
-        results = tuple((name, self._again(self.old.tensors[tensor])) for name, tensor in self.old.results)
+        results = tuple((name, self.look(self.old.tensors[tensor])) for name, tensor in self.old.results)
         plain, origin, _ = _before(self.old)
         return validate(
             replace(
@@ -186,7 +186,7 @@ class _Tiling:
                 args=tuple(self._same(arg) for arg in op.args),
                 kwargs=tuple((name, self._same(arg)) for name, arg in op.kwargs),
                 outputs=tuple(
-                    None if output is None else self._again(self.old.tensors[output]) for output in op.outputs
+                    None if output is None else self.look(self.old.tensors[output]) for output in op.outputs
                 ),
             ),
             op.id,
@@ -251,12 +251,9 @@ class _Tiling:
             self.tensors.append(replace(tensor, id=found))
         return found
 
-    def _again(self, tensor: Tensor) -> int:
-        return self.look(tensor)
-
     def _same(self, arg: Arg) -> Arg:
         if isinstance(arg, Ref):
-            return Ref(self._again(self.old.tensors[arg.tensor]))
+            return Ref(self.look(self.old.tensors[arg.tensor]))
         return tuple(self._same(item) for item in arg) if isinstance(arg, tuple) else arg
 
 
@@ -337,10 +334,11 @@ class _Sliced:
         for number in own:
             self._make_room(self.old.ops[number], leaving, phase)
         sums = _Sums(self)
+        own_ops = frozenset(own)
         for number, part in enumerate(self.slices):
             parts = _Slice(self, part, phase, frozenset(op.id for op in ops), leaving, sums, number)
             for op in ops:
-                parts.run(op, is_own=op.id in set(own))
+                parts.run(op, is_own=op.id in own_ops)
         sums.finish(phase)
         _, origin, _ = _before(self.old)
         inner = [value for op in ops for value in op.creates if value not in self.whole]

@@ -116,6 +116,7 @@ def test_every_op_of_a_step_has_a_time() -> None:
     assert all(op.seconds == 0 for op in graph.ops)
     timed = with_costs_by_rule(graph)
     assert all(LAUNCH_SECONDS <= op.seconds < math.inf for op in timed.ops)
+    assert [op.seconds for op in timed.ops] == [estimated_seconds(op, timed) for op in timed.ops]
     assert timed.profiled_on == "rules for CUDA"
 
 

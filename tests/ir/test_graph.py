@@ -42,6 +42,14 @@ def test_a_handmade_graph_is_well_formed_and_comes_back_as_it_is(graph: Graph) -
     assert validate(graph) is graph
 
 
+def test_equal_graphs_are_found_as_one_and_graphs_that_only_look_alike_are_not() -> None:
+    graph, other = chain(), with_op(chain(), 0, seconds=1.0)
+    assert hash(graph) == hash(other)
+    known = {graph: "plain"}
+    assert known[chain()] == "plain"
+    assert other not in known
+
+
 def test_the_chain_knows_who_creates_and_who_touches_what() -> None:
     graph = chain()
     assert graph.creator == {2: 0, 3: 2, 4: 3, 5: 4, 6: 5}

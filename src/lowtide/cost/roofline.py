@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lowtide.cost.flops import flops_of
-from lowtide.ir.graph import Graph, Op, argument_tensors, short_name
+from lowtide.ir.graph import Graph, Op, Ref, argument_tensors, short_name
 from lowtide.ir.validate import item_bytes
 
 _HALF = ("float16", "bfloat16")
@@ -56,8 +56,27 @@ LAUNCH_SECONDS = 20e-6
 
 
 def with_estimated_seconds(graph: Graph) -> Graph:
-    """`graph` with an estimate of how long each op takes."""
-    return replace(graph, ops=tuple(replace(op, seconds=estimated_seconds(op, graph)) for op in graph.ops))
+    """`graph` with an estimate of how long each op takes. Ops that are alike are looked at once."""
+    known: dict[object, float] = {}
+    ops: list[Op] = []
+    for op in graph.ops:
+        kind = _kind(op, graph)
+        if kind not in known:
+            known[kind] = estimated_seconds(op, graph)
+        ops.append(replace(op, seconds=known[kind]))
+    return replace(graph, ops=tuple(ops))
+
+
+def _kind(op: Op, graph: Graph) -> object:
+    """What ops have in common that take as long: kernel, what else they are told, and what they look at."""
+    numbers = [*argument_tensors(op), *(output for output in op.outputs if output is not None)]
+    first: dict[int, int] = {}
+    looks: list[object] = []
+    for number in numbers:
+        tensor = graph.tensors[number]
+        looks.append((first.setdefault(number, len(first)), tensor.shape, tensor.dtype))
+    told = tuple(arg for arg in (*op.args, *op.kwargs) if not isinstance(arg, Ref))
+    return op.target, told, tuple(looks)
 
 
 def estimated_seconds(op: Op, graph: Graph) -> float:

@@ -238,6 +238,10 @@ class Graph:
     assumptions: tuple[Assumption, ...] = field(default=())
     tiled: Tiled | None = field(default=None, repr=False)
 
+    def __hash__(self) -> int:
+        """Of how much there is: to look at all of it takes longer than what is remembered for a graph."""
+        return hash((self.name, self.device, len(self.ops), len(self.values), len(self.tensors)))
+
     @cached_property
     def creator(self) -> Mapping[int, int]:
         """The op that creates each value; resident values are absent."""

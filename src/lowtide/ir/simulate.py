@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -235,24 +235,24 @@ class _Replay:
 
     def compute(self, position: int, op: Op, born: tuple[int, ...]) -> None:
         op_id = op.id
-        where = f"step {position}, op {op_id} ({op.label}),"
+        where = partial(_where, position, op)
         if op.random and op_id in self.done:
-            raise IllegalSchedule(f"{where} draws random numbers and is computed a second time")
+            raise IllegalSchedule(f"{where()} draws random numbers and is computed a second time")
         again = op_id in self.done
         for value, version in self.expected[op_id].items():
             if again and value in op.updates:
                 continue
             if value not in self.alive:
                 state = "was freed" if value in self.version else "does not exist yet"
-                raise IllegalSchedule(f"{where} reads value {value} ({self._name(value)}), which {state}")
+                raise IllegalSchedule(f"{where()} reads value {value} ({self._name(value)}), which {state}")
             if self.version[value] != version:
                 raise IllegalSchedule(
-                    f"{where} reads value {value} ({self._name(value)}) after it was changed "
+                    f"{where()} reads value {value} ({self._name(value)}) after it was changed "
                     f"{self.version[value]} times; in graph order it was changed {version} times"
                 )
         for value in born:
             if value in self.alive:
-                raise IllegalSchedule(f"{where} creates value {value} ({self._name(value)}), which is alive")
+                raise IllegalSchedule(f"{where()} creates value {value} ({self._name(value)}), which is alive")
             self.alive.add(value)
             self.version[value] = 0
         for value in op.mutates if again else (*op.mutates, *op.updates):
@@ -289,6 +289,10 @@ class _Replay:
 
     def _name(self, value: int) -> str:
         return repr(self.graph.values[value].name)
+
+
+def _where(position: int, op: Op) -> str:
+    return f"step {position}, op {op.id} ({op.label}),"
 
 
 def _versions_seen(graph: Graph) -> tuple[list[dict[int, int]], dict[int, int]]:

@@ -14,8 +14,10 @@ _ITEM_BITS = re.compile(r"(?<!\d)(\d{1,3})(?!\d)")
 _ITEM_BYTES = {"bool": 1, "complex64": 8, "complex128": 16, "complex32": 4}
 
 
-def validate(graph: Graph) -> Graph:
+def validate(graph: Graph, *, knows_plain: bool = False) -> Graph:
     """Return `graph` unchanged if it is well formed.
+
+    With `knows_plain` the graph that it was before it was cut into slices has been looked at already.
 
     Raises:
         MalformedGraph: it is not; the message names the op, value or tensor and the rule.
@@ -41,6 +43,8 @@ def validate(graph: Graph) -> Graph:
         if not 0 <= tensor < len(graph.tensors):
             raise MalformedGraph(f"the graph's result '{name}' is tensor {tensor}, which is not in the graph")
     if graph.tiled is not None:
+        if not knows_plain:
+            validate(graph.tiled.plain)
         _validate_tiled(graph, graph.tiled)
     return graph
 
@@ -126,7 +130,6 @@ def _validate_tiled(graph: Graph, tiled: Tiled) -> None:
     plain = tiled.plain
     if plain.tiled is not None:
         raise MalformedGraph("what a graph was before it was cut into slices is cut into slices itself")
-    validate(plain)
     if plain.device != graph.device:
         raise MalformedGraph(f"slices on {graph.device} are of a graph on {plain.device}")
     if len(tiled.origin) != len(graph.ops):
@@ -140,6 +143,8 @@ def _validate_tiled(graph: Graph, tiled: Tiled) -> None:
         if number >= 0 and op.target != plain.ops[number].target:
             raise MalformedGraph(f"{_named(op)} is not {_named(plain.ops[number])}, which it should be")
     for value, old in zip(graph.values, plain.values, strict=False):
+        if value is old:
+            continue
         if replace(value, bytes=old.bytes) != old or value.bytes not in (0, old.bytes):
             raise MalformedGraph(f"value {old.id} ('{old.name}') is another than before there were slices")
     if len(graph.values) < len(plain.values):

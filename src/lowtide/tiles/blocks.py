@@ -62,7 +62,8 @@ def _contracted(graph: Graph, tiled: Tiled) -> Contracted:
     while number < len(graph.ops):
         block = starts.get(number)
         if block is None:
-            ops.append(replace(graph.ops[number], id=len(ops)))
+            op = graph.ops[number]
+            ops.append(op if op.id == len(ops) else replace(op, id=len(ops)))
             insides.append((Compute(number),))
             number += 1
             continue

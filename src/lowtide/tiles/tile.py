@@ -26,14 +26,16 @@ from lowtide.ir.graph import (
     Phase,
     Ref,
     Role,
+    Signs,
     Symbol,
     Tensor,
     Tile,
     Tiled,
-    argument_tensors,
+    Value,
+    refs,
     short_name,
 )
-from lowtide.ir.strides import contiguous, same
+from lowtide.ir.strides import Ints, contiguous, same
 from lowtide.ir.validate import item_bytes, validate
 from lowtide.tiles.axis import Compact, Place, Range, extent, narrowed, ranges
 from lowtide.tiles.early import NOTHING, Early, Factor
@@ -41,6 +43,7 @@ from lowtide.tiles.region import Passage, Region, described, summed
 from lowtide.tiles.rules import Slot, slots
 
 _HALF = ("float16", "bfloat16")
+_Looks: TypeAlias = tuple[int, Ints, Ints, int, str, Signs]  # a tensor but for its id
 Stage: TypeAlias = "tuple[_Sliced, int]"  # of a region the stage of that number
 _INTO = {"mm": "aten.addmm_.default", "bmm": "aten.baddbmm_.default"}  # kernels that add to what is there
 # On CUDA, kernels for factors of half precision that make a product in another type, and that add it up so.
@@ -89,7 +92,7 @@ class _Tiling:
     def __init__(self, graph: Graph, cuts: Sequence[Cut]) -> None:
         self.old = graph
         self.tensors: list[Tensor] = []
-        self._tensor_ids: dict[tuple[object, ...], int] = {}
+        self._tensor_ids: dict[_Looks, int] = {}
         self.values = list(graph.values)
         self.ops: list[Op] = []
         self.origin: list[int] = []
@@ -114,20 +117,20 @@ class _Tiling:
                     region.block(stage)
         results = tuple((name, self.look(self.old.tensors[tensor])) for name, tensor in self.old.results)
         plain, origin, _ = _before(self.old)
-        return validate(
-            replace(
-                self.old,
-                ops=tuple(self.ops),
-                values=tuple(self.values),
-                tensors=tuple(self.tensors),
-                results=results,
-                tiled=Tiled(
-                    plain,
-                    tuple(-1 if number < 0 else origin[number] for number in self.origin),
-                    tuple(sorted(self.blocks, key=lambda block: block.first)),
-                ),
-            )
+        tiled = Tiled(
+            plain,
+            tuple(-1 if number < 0 else origin[number] for number in self.origin),
+            tuple(sorted(self.blocks, key=lambda block: block.first)),
         )
+        graph = replace(
+            self.old,
+            ops=tuple(self.ops),
+            values=tuple(self.values),
+            tensors=tuple(self.tensors),
+            results=results,
+            tiled=tiled,
+        )
+        return validate(graph, knows_plain=True)
 
     def _units(self) -> list[range | Stage | Op]:
         """Ranges of ops that stay as they are, and stages, in the order in which they run.
@@ -215,10 +218,11 @@ class _Tiling:
         phase: Phase | None = None,
     ) -> Op:
         """A new op where `like` was. It reads every value that it is handed."""
-        handed = [*argument_tensors(replace(like, args=args, kwargs=options))]
+        handed = refs((*args, *(arg for _, arg in options)))
         reads = tuple(dict.fromkeys(self.tensors[tensor].value for tensor in handed))
         return replace(
             like,
+            id=len(self.ops),
             target=target,
             args=args,
             kwargs=options,
@@ -234,21 +238,22 @@ class _Tiling:
 
     def add(self, op: Op, origin: int = -1) -> None:
         """Append an op, which is in a block unless it has an origin."""
-        self.ops.append(replace(op, id=len(self.ops)))
+        self.ops.append(op if op.id == len(self.ops) else replace(op, id=len(self.ops)))
         self.origin.append(origin)
 
     def value(self, size: int, like: int) -> int:
         """A new value, named like an old one."""
         old = self.values[like]
-        self.values.append(replace(old, id=len(self.values), bytes=size, role=Role.INTERMEDIATE))
-        return len(self.values) - 1
+        number = len(self.values)
+        self.values.append(Value(number, size, Role.INTERMEDIATE, old.name, old.module, old.device))
+        return number
 
     def look(self, tensor: Tensor) -> int:
         """The id of a tensor; equal looks are one tensor."""
         key = (tensor.value, tensor.shape, tensor.stride, tensor.offset, tensor.dtype, tensor.signs)
         found = self._tensor_ids.setdefault(key, len(self.tensors))
         if found == len(self.tensors):
-            self.tensors.append(replace(tensor, id=found))
+            self.tensors.append(Tensor(found, *key))
         return found
 
     def _same(self, arg: Arg) -> Arg:
@@ -641,7 +646,7 @@ class _Slice:
         value = self.tiling.value(size, tensor.value)
         self._made[tensor.value] = (value, compact)
         return self.tiling.look(
-            replace(tensor, value=value, shape=compact.shape, stride=compact.stride, offset=0)
+            Tensor(0, value, compact.shape, compact.stride, 0, tensor.dtype, tensor.signs)
         )
 
     def _arg(self, op: Op, found: Passage, key: int | str, arg: Arg) -> Arg:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,6 +105,40 @@ def test_a_sum_of_half_precision_is_added_up_in_float32_and_rounded_once() -> No
     tiled = tile(graph, region_at(graph, "exp", 0), 512)
     assert kernels(tiled)[-2:] == ["add_", "_to_copy"]
     assert results_of(tiled, given)["y0"].item() == 4096  # 256 + 1 is 256 in bfloat16
+
+
+def test_products_of_half_precision_are_made_and_added_up_in_float32() -> None:
+    """Of operands in float32, slice by slice, where no kernel makes them of what is there; 40 / 2 columns."""
+    given = [numbers(6, 4), numbers(4, 40), numbers(40, 4)]
+    graph, known = drawn_results(lambda x, w, v: (x @ w).relu() @ v, [each.bfloat16() for each in given])
+    region = region_at(graph, "relu", 1)
+    here = tile(graph, region, 2)
+    wide = ["_to_copy", "_to_copy"]
+    assert kernels(here) == ["mm", "relu", *wide, "mm", "mm", "relu", *wide, "addmm_", "_to_copy"]
+    sizes = [here.values[value].bytes for op in here.ops for value in op.creates]
+    slices = [6 * 20 * 2, 6 * 20 * 2, 6 * 20 * 4, 20 * 4 * 4]
+    assert sizes == [*slices, 6 * 4 * 4, *slices, 6 * 4 * 2]
+    assert_same(results_of(here, known), results_of(graph, known))
+    there = tile(replace(graph, device="cuda"), region, 2)
+    assert [op.target for op in there.ops if "mm" in op.target] == [
+        "aten.mm.default",
+        "aten.mm.dtype",
+        "aten.mm.default",
+        "aten.addmm.dtype_out",
+    ]
+    assert kernels(there).count("_to_copy") == 1
+
+
+def test_what_a_kernel_makes_beside_a_sum_of_half_precision_is_rounded_as_ever() -> None:
+    def function(x: Tensor, scale: Tensor) -> Tensor:
+        return F.layer_norm(x.exp(), (4,), scale).tanh().sum()
+
+    graph, known = drawn_training(function, [numbers(8, 4).bfloat16(), numbers(4).bfloat16()])
+    tiled = tile(graph, region_at(graph, "exp", 0), 2)
+    backwards = [op for op in tiled.ops if op.target == "aten.native_layer_norm_backward.default"]
+    made = [[tiled.tensors[each].dtype for each in op.outputs if each is not None] for op in backwards]
+    assert made == [["float32"] * len(each) for each in made]
+    assert_same(results_of(tiled, known), results_of(graph, known))
 
 
 def test_a_part_of_a_sum_over_the_slices_waits_for_all_of_them() -> None:

@@ -252,7 +252,9 @@ class _Replay:
                 )
         for value in born:
             if value in self.alive:
-                raise IllegalSchedule(f"{where()} creates value {value} ({self._name(value)}), which is alive")
+                raise IllegalSchedule(
+                    f"{where()} creates value {value} ({self._name(value)}), which is alive"
+                )
             self.alive.add(value)
             self.version[value] = 0
         for value in op.mutates if again else (*op.mutates, *op.updates):

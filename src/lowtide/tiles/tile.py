@@ -35,7 +35,7 @@ from lowtide.ir.graph import (
     refs,
     short_name,
 )
-from lowtide.ir.strides import Ints, contiguous, same
+from lowtide.ir.strides import Ints, contiguous, is_dense, same
 from lowtide.ir.validate import item_bytes, validate
 from lowtide.tiles.axis import Compact, Place, Range, extent, narrowed, ranges
 from lowtide.tiles.early import NOTHING, Early, Factor
@@ -537,10 +537,18 @@ class _Slice:
             raise BadRequest(
                 f"{op.label} makes both slices and sums over them, and the slices are needed again later."
             )
+        is_half = self.sums.is_half(op, found)
+        if is_half and self._adds_half_by_kernel(op, args):
+            return
+        if is_half and short_name(op.target) == "sum":
+            options = (*((name, arg) for name, arg in options if name != "dtype"), ("dtype", _FLOAT))
+        elif is_half:
+            args = tuple(self._widened(op, arg) for arg in args)
         if found.summed and self._adds_by_kernel(op, args):
             return
         outputs: list[int | None] = []
         creates: list[int] = []
+        rounded: list[tuple[int, int]] = []
         copies: list[tuple[int, int]] = []
         added: list[tuple[int, int]] = []
         for number, output in enumerate(op.outputs):
@@ -555,9 +563,13 @@ class _Slice:
             else:
                 assert place is not None, "what is neither summed nor indexed is not made by a region"
                 made = self._slice_of(tensor, place)
+                if is_half and tensor.dtype in _HALF:
+                    rounded.append((self._wide(made), made))
                 if tensor.value in self._leaving and is_own:
                     buffer = replace(tensor, value=self.region.made_as(tensor.value))
                     copies.append((tiling.look(narrowed(buffer, place, self.part)), made))
+            if rounded and rounded[-1][1] == made:
+                made = rounded[-1][0]
             outputs.append(made)
             creates.append(tiling.tensors[made].value)
         tiling.add(
@@ -572,25 +584,32 @@ class _Slice:
                 phase=self.phase,
             )
         )
+        for wide, made in rounded:
+            self._convert(op, wide, made)
         for place_of_copy, made in copies:
             self._call(op, "aten.copy_.default", place_of_copy, made)
         for number, made in added:
             self.sums.add(op, number, made, self.phase)
 
+    def _adds_half_by_kernel(self, op: Op, args: tuple[Arg, ...]) -> bool:
+        """Append a kernel that takes half precision and adds up in float32 by itself, if there is one."""
+        name = short_name(op.target)
+        if name not in _EXACT or not self.tiling.old.device.startswith("cuda"):
+            return False
+        first, later = _EXACT[name]
+        if not self.number:
+            total = self.sums.begin(op, 0)
+            value = self.tiling.tensors[total].value
+            self._product(op, first, (*args, _FLOAT), total, creates=(value,))
+            return True
+        total = self.sums.total(op, 0)
+        self._product(op, later, (Ref(total), *args, _FLOAT), total, options=(("out", Ref(total)),))
+        return True
+
     def _adds_by_kernel(self, op: Op, args: tuple[Arg, ...]) -> bool:
         """Append a kernel that adds up by itself what `op` makes, if there is one."""
         name = short_name(op.target)
-        if name in _EXACT and self.sums.is_half(op) and self.tiling.old.device.startswith("cuda"):
-            first, later = _EXACT[name]
-            if not self.number:
-                total = self.sums.begin(op)
-                value = self.tiling.tensors[total].value
-                self._product(op, first, (*args, _FLOAT), total, creates=(value,))
-                return True
-            total = self.sums.total(op, 0)
-            self._product(op, later, (Ref(total), *args, _FLOAT), total, options=(("out", Ref(total)),))
-            return True
-        if name not in _INTO or not self.number or self.sums.is_half(op):
+        if name not in _INTO or not self.number:
             return False
         total = self.sums.total(op, 0)
         self._product(op, _INTO[name], (Ref(total), *args), total)
@@ -674,6 +693,42 @@ class _Slice:
             raise BadRequest(f"{op.label} looks at a slice in a way that is no view of it alone.")
         return Ref(self.tiling.look(replace(look, value=value)))
 
+    def _widened(self, op: Op, arg: Arg) -> Arg:
+        """A float32 copy of a tensor of half precision; anything else as it is."""
+        if isinstance(arg, tuple):
+            return tuple(self._widened(op, item) for item in arg)
+        if not isinstance(arg, Ref) or self.tiling.tensors[arg.tensor].dtype not in _HALF:
+            return arg
+        wide = self._wide(arg.tensor)
+        self._convert(op, arg.tensor, wide)
+        return Ref(wide)
+
+    def _wide(self, number: int) -> int:
+        """A new value that has room for the elements of a tensor in float32."""
+        tensor = self.tiling.tensors[number]
+        dense = is_dense(tensor.shape, tensor.stride)
+        stride = tensor.stride if dense else contiguous(tensor.shape)
+        value = self.tiling.value(extent(enumerate(tensor.shape)) * item_bytes("float32"), tensor.value)
+        return self.tiling.look(Tensor(0, value, tensor.shape, stride, 0, "float32"))
+
+    def _convert(self, op: Op, given: int, made: int) -> None:
+        """Append a copy of one tensor as another, of another type."""
+        tiling = self.tiling
+        tensor = tiling.tensors[made]
+        is_kept = tensor.stride == tiling.tensors[given].stride
+        order: tuple[tuple[str, Arg], ...] = () if is_kept else (("memory_format", _CONTIGUOUS),)
+        tiling.add(
+            tiling.op(
+                op,
+                "aten._to_copy.default",
+                (Ref(given),),
+                options=(("dtype", Symbol("dtype", tensor.dtype)), *order),
+                outputs=(made,),
+                creates=(tensor.value,),
+                phase=self.phase,
+            )
+        )
+
     def _in_a_row(self, op: Op, arg: Arg) -> Arg:
         """The same numbers one after the other in memory: a copy, if they are not."""
         if not isinstance(arg, Ref):
@@ -721,78 +776,63 @@ class _Sums:
         assert output is not None
         return self.tiling.old.tensors[output]
 
-    def is_half(self, op: Op) -> bool:
-        """Whether the sums of an op are of half precision, so that they are added up in another type."""
-        return self._tensor(op, 0).dtype in _HALF
+    def is_half(self, op: Op, found: Passage) -> bool:
+        """Whether sums that an op makes are of half precision, so that they are made in another type."""
+        return any(self._tensor(op, number).dtype in _HALF for number in found.summed)
 
-    def begin(self, op: Op) -> int:
-        """The tensor in which the first result of `op` is added up in float32."""
-        tensor = self._tensor(op, 0)
-        self._last[tensor.value] = (op, tensor)
-        value = self._to_be_scaled(tensor)
-        if value is None:
-            size = self.tiling.old.values[tensor.value].bytes // item_bytes(tensor.dtype) * 4
-            value = self.tiling.value(size, tensor.value)
-        self._totals[tensor.value] = self.tiling.look(replace(tensor, value=value, dtype="float32"))
-        return self._totals[tensor.value]
-
-    def _to_be_scaled(self, tensor: Tensor) -> int | None:
-        """The value that a sum is made as which is to be scaled, with room for float32; None if it is not."""
-        tiling, into = self.tiling, self.region.made_as(tensor.value)
-        if into == tensor.value:
-            return None
-        size = tiling.old.values[tensor.value].bytes // item_bytes(tensor.dtype) * 4
-        tiling.values[into] = replace(tiling.values[into], bytes=size)
-        return into
+    def begin(self, op: Op, number: int) -> int:
+        """The tensor in which a result of `op` is added up: of float32, if that is of half precision."""
+        tiling, tensor = self.tiling, self._tensor(op, number)
+        value = self.region.made_as(tensor.value)
+        if tensor.dtype in _HALF:
+            is_scaled = value != tensor.value
+            size = tiling.old.values[tensor.value].bytes // item_bytes(tensor.dtype) * item_bytes("float32")
+            value = value if is_scaled else tiling.value(size, tensor.value)
+            tiling.values[value] = replace(tiling.values[value], bytes=size)
+            self._last[tensor.value] = (op, tensor)
+            tensor = replace(tensor, dtype="float32")
+        total = self._totals[self._tensor(op, number).value] = tiling.look(replace(tensor, value=value))
+        return total
 
     def total(self, op: Op, number: int) -> int:
         """The tensor that a sum is added up in."""
         return self._totals[self._tensor(op, number).value]
 
     def part(self, op: Op, number: int, tensor: Tensor) -> int:
-        """The tensor that a slice makes: the first one is the total itself, if it is exact enough."""
+        """The tensor that a slice makes: the first one is the total itself, if it is not to be divided."""
         found = self.region.region.ops[op.id].averaged
         averaged = found is not None and found.result == number
         if averaged and found is not None:
             self._averaged[tensor.value] = (op, self.region.region.ops[op.id])
-        if tensor.value not in self._totals and tensor.dtype not in _HALF and not averaged:
-            total = replace(tensor, value=self.region.made_as(tensor.value))
-            self._totals[tensor.value] = self.tiling.look(total)
-            return self._totals[tensor.value]
-        value = self.tiling.value(self.tiling.old.values[tensor.value].bytes, tensor.value)
-        return self.tiling.look(replace(tensor, value=value))
+        if tensor.value not in self._totals and not averaged:
+            return self.begin(op, number)
+        dtype = "float32" if tensor.dtype in _HALF else tensor.dtype
+        size = self.tiling.old.values[tensor.value].bytes // item_bytes(tensor.dtype) * item_bytes(dtype)
+        value = self.tiling.value(size, tensor.value)
+        return self.tiling.look(replace(tensor, value=value, dtype=dtype))
 
     def add(self, op: Op, number: int, made: int, phase: Phase) -> None:
         """Add what a slice made to the total, unless it is the total."""
         tiling, tensor = self.tiling, self._tensor(op, number)
-        total = self._totals.get(tensor.value)
+        total = self._totals.setdefault(tensor.value, made)
         if total == made:
             return
-        self._last[tensor.value] = (op, tensor)
-        if total is not None:
-            value = tiling.tensors[total].value
-            tiling.add(
-                tiling.op(
-                    op,
-                    "aten.add_.Tensor",
-                    (Ref(total), Ref(made)),
-                    outputs=(total,),
-                    mutates=(value,),
-                    phase=phase,
-                )
+        value = tiling.tensors[total].value
+        tiling.add(
+            tiling.op(
+                op,
+                "aten.add_.Tensor",
+                (Ref(total), Ref(made)),
+                outputs=(total,),
+                mutates=(value,),
+                phase=phase,
             )
-        elif tensor.dtype in _HALF:
-            total = self._cast(op, made, "float32", self._to_be_scaled(tensor), phase)
-            self._totals[tensor.value] = total
-        else:
-            self._totals[tensor.value] = made
+        )
 
-    def _cast(self, op: Op, made: int, dtype: str, value: int | None, phase: Phase) -> int:
-        """A copy of another type, in a new value or in one that is there already."""
+    def _cast(self, op: Op, made: int, dtype: str, value: int, phase: Phase) -> None:
+        """A copy of another type, as a value that is there already."""
         tiling, tensor = self.tiling, self.tiling.tensors[made]
-        size = tiling.values[tensor.value].bytes // item_bytes(tensor.dtype) * item_bytes(dtype)
-        number = tiling.value(size, tensor.value) if value is None else value
-        result = tiling.look(replace(tensor, value=number, dtype=dtype))
+        result = tiling.look(replace(tensor, value=value, dtype=dtype))
         options = (("dtype", Symbol("dtype", dtype)),)
         tiling.add(
             tiling.op(
@@ -801,16 +841,15 @@ class _Sums:
                 (Ref(made),),
                 options=options,
                 outputs=(result,),
-                creates=(number,),
+                creates=(value,),
                 phase=phase,
             )
         )
-        return result
 
     def finish(self, phase: Phase) -> None:
         """Make of the totals what the plain ops made."""
         for value, (op, tensor) in self._last.items():
-            if tensor.dtype in _HALF and value not in self.region.unscaled and value not in self._averaged:
+            if value not in self.region.unscaled:
                 self._cast(op, self._totals[value], tensor.dtype, value, phase)
         for value, (op, found) in self._averaged.items():
             assert found.averaged is not None

@@ -59,6 +59,17 @@ def adapted() -> Any:
     return model
 
 
+def with_peft() -> Any:
+    """The same by peft. Its matrices that begin with zeros do not, so that all of them have gradients."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(llama(), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 class LossAlone(nn.Module):
     """A model that returns its loss, for a loop that needs nothing else."""
 
@@ -111,8 +122,10 @@ def in_slices(model: nn.Module, given: dict[str, Tensor]) -> GraphSolution:
     [
         (llama, "padded"),
         (adapted, "packed"),
+        (with_peft, "padded"),
         *(pytest.param(llama, kind, marks=pytest.mark.long) for kind in ("as they are", "packed")),
         *(pytest.param(adapted, kind, marks=pytest.mark.long) for kind in ("as they are", "padded")),
+        *(pytest.param(with_peft, kind, marks=pytest.mark.long) for kind in ("as they are", "packed")),
     ],
 )
 def test_gradients_are_those_of_plain_training(make: Any, kind: str) -> None:
@@ -170,6 +183,55 @@ def test_every_length_that_is_met_is_planned_in_slices(trained: dict[bool | None
         assert solution.graph.tiled is not None
     for solution in trained[False].plans:
         assert solution.graph.tiled is None
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    """Random words, in texts of many lengths."""
+
+    lengths = (34, 27, 60, 19, 43, 38, 22, 64, 30, 45, 58, 21, 50, 16, 62, 39)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        generator = torch.Generator().manual_seed(index)
+        words: list[int] = torch.randint(2, WORDS, (self.lengths[index],), generator=generator).tolist()
+        return {"input_ids": words, "labels": words}
+
+
+def padded_to_the_longest(texts: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    rows = [torch.tensor(text["input_ids"]) for text in texts]
+    pad = nn.utils.rnn.pad_sequence
+    there = pad([torch.ones_like(row) for row in rows], batch_first=True)
+    words = pad(rows, batch_first=True)
+    return {"input_ids": words, "attention_mask": there, "labels": words.where(there > 0, -100)}
+
+
+@pytest.mark.parametrize("how", ["padded", "flattened"])
+def test_texts_of_many_lengths_are_trained_in_slices(how: str, tmp_path: Path) -> None:
+    """Padded to the longest of a batch, or one after the other in a single row, as its own collator does."""
+    collator = {"padded": padded_to_the_longest, "flattened": transformers.DataCollatorWithFlattening()}[how]
+    args = arguments(tmp_path, num_train_epochs=1)
+    plain = train(args, model=llama(), data=Texts(), collator=collator)
+    callback = LowtideCallback("min", tiles=True, progress=False)
+    sliced = train(args, callback, model=llama(), data=Texts(), collator=collator)
+    assert sliced.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert len(sliced.plans) == len(sliced.losses) == 2
+    assert all(solution.graph.tiled is not None for solution in sliced.plans)
+
+
+def test_lora_by_peft_is_trained_in_slices(tmp_path: Path) -> None:
+    plain = train(arguments(tmp_path), model=with_peft())
+    callback = LowtideCallback("min", tiles=True, progress=False)
+    sliced = train(arguments(tmp_path), callback, model=with_peft())
+    assert sliced.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert max(plain.growth) > 2 * LOGITS_BYTES
+    assert max(sliced.growth) < LOGITS_BYTES
+    learnt = {name for name, each in sliced.model.named_parameters() if each.requires_grad}
+    assert learnt
+    assert all("lora_" in name for name in learnt)
+    for (name, one), other in zip(sliced.model.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_afterwards_the_model_returns_logits_as_it_did(trained: dict[bool | None, Training]) -> None:

@@ -83,12 +83,20 @@ def arguments(folder: Path, **options: Any) -> Any:
     )
 
 
-def train(args: Any, callback: Any = None, resume: Path | None = None, model: Any = None) -> Training:
+def train(
+    args: Any,
+    callback: Any = None,
+    resume: Path | None = None,
+    model: Any = None,
+    data: Any = None,
+    collator: Any = None,
+) -> Training:
     done = Training(None, gpt() if model is None else model, callback)
     trainer = transformers.Trainer(
         done.model,
         args,
-        train_dataset=Sentences(),
+        data_collator=collator,
+        train_dataset=data or Sentences(),
         eval_dataset=Sentences(),
         callbacks=[] if callback is None else [callback],
     )

@@ -29,7 +29,7 @@ import lowtide
 from lowtide.aot import capture
 from lowtide.cli.quiet import undisturbed
 from lowtide.compat.autograd import told_of_functions
-from lowtide.compat.composites import _taken_apart, as_they_run
+from lowtide.compat.composites import _other_ways, as_they_run
 from lowtide.compat.draws import filled_as_they_lie
 from lowtide.compat.dynamo_frames import Backends
 from lowtide.compat.fake_kernels import as_kernels_do
@@ -156,7 +156,7 @@ ON_CUDA = (
 REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[object, str], ...]]] = {
     "compat/composites": (
         as_they_run,
-        tuple((op, name) for op in _taken_apart() for name in ("py_kernels", "_dispatch_cache")),
+        tuple((op, name) for op, _ in _other_ways() for name in ("py_kernels", "_dispatch_cache")),
     ),
     "compat/composites, draws": (
         filled_as_they_lie,

@@ -312,6 +312,27 @@ def test_parts_are_written_without_a_copy_of_the_arena() -> None:
     assert max(growth(blocks)) <= max(arena.report.extra_bytes, 4)
 
 
+class Frequencies(nn.Module):
+    """The kernels that write where they are told compute elsewhere, and in another order of dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        there = torch.fft.rfft(x * self.weight, dim=1)
+        found: torch.Tensor = torch.fft.irfft(there * there.abs(), n=x.shape[1], dim=1).square().sum()
+        return found
+
+
+def test_transforms_in_an_arena_take_what_the_report_says() -> None:
+    model = Frequencies()
+    step = fresh(arena := lowtide.in_arena(model, (torch.randn(16, 6, 8),), profile=True))
+    step()
+    blocks, _ = record_cpu(step)
+    assert max(growth(blocks)) <= arena.report.extra_bytes
+
+
 def test_half_precision_in_an_arena_is_plain_training_under_autocast() -> None:
     """Norms have their means in full precision, and their backward asks for them so."""
     torch.manual_seed(0)

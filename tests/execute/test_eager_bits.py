@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -219,6 +220,51 @@ def test_a_weight_that_is_used_again_under_autocast_around_the_model() -> None:
     model[2].weight = model[0].weight
     with torch.autocast("cpu", torch.bfloat16):
         assert_trains_like_plain(model, torch.randn(32, 16), steps=1)
+
+
+class Moved(nn.Module):
+    """Moves a batch to places that it works out. Autocast works within the kernel that makes them, forward;
+    and of `places_in_full` their backward is a product that it would cast."""
+
+    def __init__(self, axes: int, align_corners: bool, places_in_full: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(4, axes * (axes + 1)), nn.Parameter(torch.tensor(1.5))
+        self.axes, self.align_corners, self.places_in_full = axes, align_corners, places_in_full
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turns = self.layer(x.flatten(2).mean(2)).view(-1, self.axes, self.axes + 1)
+        turns = turns * 0.1 + torch.eye(self.axes, self.axes + 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not self.places_in_full):
+            places = F.affine_grid(turns, [*x.shape], align_corners=self.align_corners)
+        return F.grid_sample(x * self.scale, places, align_corners=self.align_corners)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (Moved(2, True), (3, 4, 5, 6)),
+        (Moved(2, False).requires_grad_(False), (3, 4, 5, 1)),  # its gradient has no fake
+        (Moved(3, False), (3, 4, 5, 6, 7)),
+        (Moved(2, False, places_in_full=True), (3, 4, 5, 6)),
+    ],
+    ids=["pictures with corners", "one column", "volumes", "in full precision"],
+)
+def test_autocast_is_around_the_forward_alone_and_within_its_kernels(
+    model: Moved, shape: tuple[int, ...]
+) -> None:
+    model.scale.requires_grad_()
+    plain, x = copy.deepcopy(model), torch.randn(shape)
+    with torch.autocast("cpu", torch.bfloat16):
+        lowtide.optimize(model, (x,), loss=mean_square, budget="min", profile=False)
+        losses = [mean_square(each(x)) for each in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        if mine.grad is not None and other.grad is not None:
+            assert torch.equal(mine.grad, other.grad)
 
 
 class Parted(nn.Module):

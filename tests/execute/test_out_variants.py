@@ -43,6 +43,9 @@ CALLS: dict[str, tuple[Way, Callable[[], tuple[list[Any], dict[str, Any]]]]] = {
         Way.MOVED,
         lambda: ([IMAGE, KERNEL, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1], {}),
     ),
+    "aten._fft_r2c.default": (Way.MOVED, lambda: ([X, [0], 0, True], {})),
+    "aten._fft_c2c.default": (Way.MOVED, lambda: ([X.to(torch.complex64), [0], 0, True], {})),
+    "aten._fft_c2r.default": (Way.MOVED, lambda: ([X.to(torch.complex64), [1], 0, 10], {})),
     "aten.native_layer_norm.default": (Way.MOVED, lambda: ([X, [6], None, None, 1e-5], {})),
 }
 

@@ -7,6 +7,7 @@ is to be within one per cent; where no kernel has a workspace it is exact to the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from lowtide import zoo
 from lowtide.cost.measure import measure
 from lowtide.trace.dry_run import dry_run
 from lowtide.trace.profile import profile
+from lowtide.trace.spec import StepSpec
+from lowtide.trace.training import trace_training
 from tests.helpers.effort import long_but
 from tests.helpers.transformer_models import small_transformer
 
@@ -173,6 +176,25 @@ def test_optimizer_steps_are_within_one_per_cent(name: str, cache: Path) -> None
     assert abs(predicted - measured) <= 0.01 * measured
 
 
+def test_the_backward_of_a_training_step_is_outside_of_the_autocast_around_its_forward() -> None:
+    model, batch = nn.Linear(6, 6), torch.randn(2, 3, 8, 8)
+
+    def places(of: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.affine_grid(of[:, 0, 0].float().view(-1, 2, 3), [*batch.shape], align_corners=False)
+
+    def moved(made: torch.Tensor) -> torch.Tensor:
+        return F.grid_sample(batch, places(made), align_corners=False).square().sum()
+
+    spec = StepSpec(model, (batch[..., :6],), moved)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = trace_training(replace(spec, profile=False)).graph
+    products = [op for op in graph.ops if op.target == "aten.bmm.default"]
+    assert [graph.tensors[made].dtype for op in products for made in op.outputs if made is not None] == [
+        "float32"
+    ]
+
+
 # Gradients that meet: whether they are added in place shows to the byte ------------------------------
 
 
@@ -212,6 +234,51 @@ def test_accumulation_is_predicted_to_the_byte(body: Callable[[torch.Tensor], to
     def step() -> None:
         hidden = model(batch)
         for _ in range(3):
+            hidden = body(hidden)
+        hidden.square().sum().backward()
+
+    assert dry_run(step, model=model).timeline.growth_bytes == measured_growth(model, step)
+
+
+# Views of what is changed in place: their gradients are written into new memory ---------------------------
+
+
+def through_what_is_looked_at(hidden: torch.Tensor) -> torch.Tensor:
+    base = hidden.sin()
+    look = base.view(2, 256, 64).mT
+    base.tanh_()
+    found: torch.Tensor = look.reshape_as(hidden) * hidden
+    return found
+
+
+def chained_and_looked_at_again(hidden: torch.Tensor) -> torch.Tensor:
+    base = hidden.sin().square()
+    look = base.unflatten(1, (8, 8)).transpose(0, 1).tanh_()
+    assert look.detach().flatten().dim() == 1  # a look that nobody holds, and no gradient goes through
+    found: torch.Tensor = look.transpose(0, 1).flatten(1) * base.mT.contiguous().mT
+    return found
+
+
+CHANGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "turned": lambda hidden: hidden + hidden.sin().mT.tanh_().mT,
+    "flattened": lambda hidden: hidden + hidden.sin().flatten().relu_().view_as(hidden),
+    "by a kernel that keeps it": lambda hidden: hidden + F.silu(hidden.sin().mT, inplace=True).mT,
+    "in part": lambda hidden: hidden.sin()[:, ::2].tanh_().repeat(1, 2) + hidden,
+    "the whole, then looked at": through_what_is_looked_at,
+    "a view of a view": chained_and_looked_at_again,
+}
+
+
+@pytest.mark.parametrize("body", CHANGED.values(), ids=CHANGED)
+def test_views_of_what_is_changed_in_place_are_predicted_to_the_byte(
+    body: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(64, 64), torch.randn(512, 64)
+
+    def step() -> None:
+        hidden = model(batch)
+        for _ in range(2):
             hidden = body(hidden)
         hidden.square().sum().backward()
 

@@ -26,7 +26,14 @@ from lowtide.aot.unused_outputs import cut_off, differentiable_outputs
 from lowtide.aot.use_by_use import enter_use_by_use
 from lowtide.compat.composites import as_they_run
 from lowtide.compat.draws import filled_as_they_lie
-from lowtide.compat.dynamo import Run, aot_autograd, boxed, default_partition, drawing_as_eager
+from lowtide.compat.dynamo import (
+    Run,
+    aot_autograd,
+    autocast_left_before_backward,
+    boxed,
+    default_partition,
+    drawing_as_eager,
+)
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.gradient_layouts import gradients_laid_out
 from lowtide.compat.views import views_as_they_run
@@ -116,6 +123,7 @@ class TakenApart:
         )
         with (
             drawing_as_eager(),
+            autocast_left_before_backward(),
             as_they_run(),
             filled_as_they_lie(),
             as_kernels_do(),

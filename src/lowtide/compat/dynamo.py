@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._functorch.config
 import torch._inductor.config
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
@@ -39,6 +40,11 @@ PRIVATE = (
         "random ops whose results nobody uses stay in captured graphs where it is on",
     ),
     Private("torch._inductor.config.patch", "switches that on, and off again"),
+    Private(
+        "torch._functorch.config.backward_pass_autocast",
+        "backward formulas are traced under the autocast of the forward where it does not say otherwise",
+    ),
+    Private("torch._functorch.config.patch", "has it say otherwise, and puts it back"),
     Private(
         "torch._dynamo.variables.user_defined.UserDefinedObjectVariable._supported_random_functions",
         "which of Python's random functions Dynamo follows: it looks once, and remembers",
@@ -106,6 +112,12 @@ def configured(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
 def drawing_as_eager() -> AbstractContextManager[None]:
     """While the block runs, graphs are captured with every draw in them, also those that nobody looks at."""
     change: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)
+    return change
+
+
+def autocast_left_before_backward() -> AbstractContextManager[None]:
+    """While the block runs, backwards are captured as they run where autocast is around the forward alone."""
+    change: AbstractContextManager[None] = torch._functorch.config.patch(backward_pass_autocast="off")
     return change
 
 

@@ -4,7 +4,8 @@ Fakes are laid out as most kernels lay things out: densely, in the order of what
 on the CPU have an order of their own, and a fake that does not follow them is looked at in a shape in which
 the real tensor has to be copied. And some leave more memory behind what they make than a fake has: the copy
 of a slice is a slice of a copy. Norms have means and deviations in full precision where their weights or
-statistics are (under autocast), and their fakes in half.
+statistics are (under autocast), and their fakes in half. A grid is in half precision under autocast, and its
+fake in full.
 """
 
 from __future__ import annotations
@@ -195,6 +196,8 @@ def laid_out_as_kernels_do() -> Iterator[None]:
             made = _with_full_statistics(made, args)
         elif made is not NotImplemented and func is aten.native_group_norm_backward.default:
             made = (made[0] if made[0] is None else made[0].to(args[1].dtype), *made[1:])
+        elif made is not NotImplemented and func is aten.affine_grid_generator.default:
+            made = _as_autocast_has_products(made)
         strides_of, made_anew = _strides_of(func), _MADE_ANEW.get(func)
         if (strides_of is None and made_anew is None) or made is NotImplemented or kwargs:
             return made
@@ -223,6 +226,13 @@ def _with_full_statistics(made: tuple[Any, ...], args: tuple[Any, ...]) -> tuple
     if x.dtype not in _HALF or all(other.dtype in _HALF for other in others):
         return (*before, *statistics, *after)
     return (*before, *(each.to(torch.float32) for each in statistics), *after)
+
+
+def _as_autocast_has_products(made: torch.Tensor) -> torch.Tensor:
+    """What a kernel makes by a matrix product, to which autocast applies."""
+    device = made.device.type
+    is_cast = torch.is_autocast_enabled(device) and made.dtype is not torch.float64
+    return made.to(torch.get_autocast_dtype(device)) if is_cast else made
 
 
 def _strides_of(func: Any) -> _Strides | None:

@@ -35,6 +35,9 @@ _RETURNED_AS_IT_LIKES = (
     "aten.cudnn_batch_norm.default",  # how much it leaves for its backward, only it knows
     "aten.mse_loss.default",  # makes a place for one number as large as its arguments first, and warns of it
     "aten.smooth_l1_loss.default",
+    "aten._fft_c2c.default",  # the kernels of their variants call those of the ops, and copy
+    "aten._fft_c2r.default",
+    "aten._fft_r2c.default",
 )
 # Ops that are told where in their first argument's storage to look, and which argument tells them.
 OFFSETS: Mapping[str, int] = {"aten.as_strided_scatter.default": 4}

@@ -37,6 +37,7 @@ from lowtide.trace.guesses import Guesses
 from lowtide.trace.hf_masks import Positions, unnoticed_by_transformers
 from lowtide.trace.outside_numbers import outside_numbers
 from lowtide.trace.recorder import Recorder, Spot
+from lowtide.trace.replayed_views import ReplayedViews
 from lowtide.trace.user_lines import current_line
 
 aten = torch.ops.aten
@@ -120,6 +121,7 @@ class StepRecorder(Recorder):
         self.steps: list[Step] = []
         self.forward_ops: dict[int, int] = {}
         self.positions = Positions(lambda: self.builder)
+        self._views = ReplayedViews()
         self.guesses = Guesses(lambda: self.builder, self.shadows, self.sizes)
         self._recording = False
         self._parameters: list[Resident] = []
@@ -193,6 +195,19 @@ class StepRecorder(Recorder):
     def spot(self, func: Any, args: tuple[Any, ...]) -> Spot:
         phase = self.follow.phase()
         return Spot(phase, *self.follow.place(phase), section=0, engine=phase is Phase.BACKWARD)
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, spot: Spot
+    ) -> Any:
+        result = super()._record(func, args, kwargs, result, spot)
+        if spot.phase is Phase.BACKWARD:
+            return self._views.backward(func, args, result, partial(self._run_besides, spot))
+        self._views.forward(func, args, result)
+        return result
+
+    def _run_besides(self, spot: Spot, func: Any, *args: Any) -> Any:
+        """An op that the step does, and its dry run does not."""
+        return super()._record(func, args, {}, self._run(func, args, {}), spot)
 
     def recorded(self, op: Op, spot: Spot) -> None:
         self.steps.append(Compute(op.id))

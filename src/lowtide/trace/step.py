@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -72,16 +73,25 @@ def training_step(
             optimizer.zero_grad(set_to_none=True)
         for _ in range(backwards - 1):
             args, kwargs = tree_map(_beginning, given)
-            loss_of(model(*args, **kwargs), loss).backward()
+            _go_back(loss_of(model(*args, **kwargs), loss))
         args, kwargs = tree_map(_beginning, given)
         output = model(*args, **kwargs)
         number = loss_of(output, loss)
-        number.backward()
+        _go_back(number)
         if optimizer is not None:
             optimizer.step()
         return number.detach()
 
     return step
+
+
+def _go_back(loss: torch.Tensor) -> None:
+    """The backward, outside of the autocast that the forward ran under: as PyTorch says it should be."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        loss.backward()
 
 
 def _beginning(thing: Any) -> Any:

@@ -26,7 +26,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Glance:
     """A look at a tensor, and the number of the node that is to give its gradient."""
 
     result: weakref.ref[torch.Tensor]
@@ -39,7 +39,7 @@ class ReplayedViews:
     """Tells PyTorch's own looks from those of the user, and what gradients that flow through them take."""
 
     def __init__(self) -> None:
-        self._row: list[_Look] = []  # each at the one before, and no other op since
+        self._row: list[_Glance] = []  # each at the one before, and no other op since
         self._layouts: dict[int, _Layout] = {}  # of changed tensors, by the node of the first look
 
     def forward(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
@@ -52,7 +52,7 @@ class ReplayedViews:
             self._settle()
         is_whole = result.numel() == args[0].numel()
         layout = tuple(args[0].shape), args[0].stride()
-        self._row.append(_Look(weakref.ref(result), is_whole, layout, next_number() - 1))
+        self._row.append(_Glance(weakref.ref(result), is_whole, layout, next_number() - 1))
 
     def backward(self, func: Any, args: tuple[Any, ...], result: Any, run: Run) -> Any:
         """What `func` returns, in new memory if it is the gradient of a look of PyTorch's own."""

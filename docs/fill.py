@@ -51,6 +51,7 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "execute.apply",
             "execute.ops_forward",
             "planner.compare",
+            "planner.peers",
             "solvers.solution",
             "chain.cuts",
         ),

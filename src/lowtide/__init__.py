@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from lowtide.planner.compare import Comparison, compare
     from lowtide.planner.fit import Fit, fit
     from lowtide.planner.layers import Rehearsal
+    from lowtide.planner.peers import PeerComparison, compare_peers
     from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
     from lowtide.solvers.frontier import frontier
     from lowtide.solvers.registry import methods, schedulers, solve
@@ -108,6 +109,7 @@ __all__ = [
     "NotDifferentiable",
     "Op",
     "Origin",
+    "PeerComparison",
     "Phase",
     "Plan",
     "PlanDisagrees",
@@ -134,6 +136,7 @@ __all__ = [
     "apply",
     "capture",
     "compare",
+    "compare_peers",
     "dry_run",
     "evaluate",
     "fit",
@@ -210,6 +213,7 @@ _NAMES_OF_MODULE = {
     "arena.batch_norm": ("normalise_from_output",),
     "planner.api": ("optimize", "plan"),
     "planner.layers": ("Rehearsal",),
+    "planner.peers": ("PeerComparison", "compare_peers"),
     "chain.plan": ("Plan", "Segment"),
     "trace.profile": ("profile",),
     "planner.batch_search": ("Reached",),

@@ -146,6 +146,14 @@ def budget(ctx: click.Context, param: click.Parameter, text: str | None) -> Budg
     return found
 
 
+def several_budgets(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[str, ...]:
+    """Budgets with commas between them, each as it was written."""
+    parts = () if text is None else tuple(part.strip() for part in text.split(","))
+    for part in parts:
+        budget_or_lowest(ctx, param, part)
+    return parts
+
+
 def output_file(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | None], Path | None]:
     """A file that can be written once there is something to write. Nothing is created."""
 

@@ -57,6 +57,16 @@ class Ladder:
         """The step, layer by layer."""
         return Rehearsal.of(self.spec)
 
+    def in_slices(self) -> Ladder:
+        """The same step, stretches of which may run in slices: it is not traced and captured once more.
+
+        Raises:
+            CannotCapture: it cannot be planned op by op.
+        """
+        found = replace(self, spec=replace(self.spec, tiles=True))
+        found.__dict__["step"] = self.step.in_slices()
+        return found
+
     def within(self, budget: Budget, insists: bool = False) -> AnySolution:
         """The best plan that keeps the budget: bytes, a part of the plain peak, or the lowest peak.
 

@@ -78,6 +78,12 @@ class StepBudget:
         """What the device's allocator will say that the plain step held."""
         return allocated_bytes(self.plain.graph, self.plain.schedule, self.plain.peak_bytes)
 
+    def in_slices(self) -> StepBudget:
+        """The same step, stretches of which may run in slices: it is not traced and captured once more."""
+        found = replace(self, spec=replace(self.spec, tiles=True))
+        found.__dict__.update(_alone=self._alone, graph=self.graph)
+        return found
+
     def settled(self, budget: Budget) -> Budget:
         """The same budget for other inputs: the bytes that it means for these, or still the lowest peak."""
         return Budget.parse(LOWEST if budget.is_lowest else budget.bytes_of(lambda: self.plain_peak_bytes))

@@ -1,0 +1,48 @@
+"""What `torch.compile` is told beside its options, and how it is made to start from nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch._functorch import config as _functorch_config
+from torch._inductor.utils import fresh_cache as _fresh_cache
+
+from lowtide.compat.private import Private
+
+PRIVATE = (
+    Private("torch._functorch.config", "holds the budget of the partitioner"),
+    Private(
+        "torch._functorch.config.activation_memory_budget",
+        "which part of what it would save for the backward a compiled graph may save",
+    ),
+    Private("torch._functorch.config.patch", "sets that budget, and puts it back"),
+    Private(
+        "torch._inductor.utils.fresh_cache", "an empty cache on disk, so that a compilation is really made"
+    ),
+)
+
+
+@contextmanager
+def compiling_afresh(from_cache: bool = False) -> Iterator[None]:
+    """What is compiled in the block is compiled there, and nothing else in this process is left compiled.
+
+    With `from_cache` code that is on disk from earlier may be taken instead.
+    """
+    torch.compiler.reset()
+    try:
+        if from_cache:
+            yield
+        else:
+            with tempfile.TemporaryDirectory(prefix="lowtide-") as place, _fresh_cache(dir=place):
+                yield
+    finally:
+        torch.compiler.reset()
+
+
+def activation_budget(part: float) -> AbstractContextManager[None]:
+    """Graphs that are compiled in the block save this part of the bytes that they would save otherwise."""
+    change: AbstractContextManager[None] = _functorch_config.patch(activation_memory_budget=part)
+    return change

@@ -1,0 +1,44 @@
+"""Compiling from nothing: caches are elsewhere while the block lasts, and budgets are put back."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch._functorch.config
+
+from lowtide.compat.compiling import activation_budget, compiling_afresh
+
+
+def test_a_budget_holds_while_the_block_lasts() -> None:
+    before = torch._functorch.config.activation_memory_budget
+    with activation_budget(0.25):
+        assert torch._functorch.config.activation_memory_budget == 0.25
+    assert torch._functorch.config.activation_memory_budget == before
+
+
+def test_caches_on_disk_are_new_ones_unless_the_old_may_be_used() -> None:
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with compiling_afresh():
+        place = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        assert place != before
+        assert os.path.isdir(place)
+    assert not os.path.exists(place)
+    with compiling_afresh(from_cache=True):
+        assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+
+
+def test_what_was_compiled_before_and_in_the_block_is_forgotten() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        compiled.append(1)
+        return graph.forward
+
+    run = torch.compile(torch.exp, backend=backend)
+    run(torch.ones(1))
+    with compiling_afresh(from_cache=True):
+        run(torch.ones(1))
+        assert len(compiled) == 2
+    run(torch.ones(1))
+    assert len(compiled) == 3

@@ -19,6 +19,7 @@ from lowtide.errors import Difference, PlanDisagrees
 from lowtide.execute.unit_state import UnitState
 from lowtide.planner import layers, verify
 from lowtide.planner.ladder import AnySolution, Ladder
+from lowtide.planner.real_step import RealStep
 from lowtide.text.budget import Budget
 from lowtide.trace.spec import StepSpec
 from tests.helpers.eager import mean_square
@@ -233,6 +234,50 @@ def test_under_autocast_rounding_is_no_difference(
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh())
     with torch.autocast("cpu", torch.bfloat16), nullcontext() if passes else pytest.raises(PlanDisagrees):
         lowtide.plan(model, (batch(),), budget="100%", loss=mean_square, verify=True)
+
+
+class Keyed(nn.Module):
+    """Attention: the bias of its keys has a gradient that is nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.q(x) @ self.k(x).mT / 6
+        found: torch.Tensor = scores.softmax(-1) @ self.v(x)
+        return found
+
+
+def test_weights_that_are_moved_by_a_rounding_are_cast_anew() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        solution = lowtide.plan(Keyed(), (batch(),), budget="min", loss=mean_square, effort="quick")
+        ladder = Ladder(StepSpec(Keyed(), (batch(),), mean_square), "auto")
+        alike = verify._numbers_of_plain(RealStep(ladder.spec, warm_up=1), another_order=False)
+        assert alike is not None
+        assert alike.spread["gradient", "k.bias"] > 0
+        verify.tried(ladder.spec, solution, ladder.step.plain)
+
+
+class Counted(nn.Module):
+    """Counts its calls in Python, so that it is compiled anew at every one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(32, 32), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        found: torch.Tensor = self.layer(x).tanh()
+        return found
+
+
+def test_what_dynamo_holds_while_it_compiles_is_no_part_of_the_peak() -> None:
+    model, x = Counted(), torch.randn(8, 32)  # which are less than it holds
+    lowtide.optimize(model, (x,), budget="min", loss=mean_square, effort="quick", verify=True)
+    assert lowtide.plans_of(model)
+    assert model.calls == 0
 
 
 @pytest.mark.parametrize(

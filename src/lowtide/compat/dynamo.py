@@ -14,6 +14,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch._dynamo.utils import counters as _counters
 from torch._dynamo.utils import graph_break_reasons as _graph_break_reasons
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.partitioners import default_partition as _default_partition
@@ -33,6 +34,7 @@ PRIVATE = (
         "cuts a joint graph and keeps everything that the backward wants",
         parameters=("num_fwd_outputs",),
     ),
+    Private("torch._dynamo.utils.counters", "tells how often code was compiled"),
     Private("torch._dynamo.utils.graph_break_reasons", "tells where and why graphs ended before their time"),
     Private("torch._dynamo.config.patch", "sets Dynamo up for a capture, and puts it back"),
     Private(
@@ -101,6 +103,11 @@ def graph_breaks() -> Sequence[Any]:
     """Why graphs ended before their time, in this process so far: each with a `reason` and a `user_stack`."""
     breaks: Sequence[Any] = _graph_break_reasons
     return breaks
+
+
+def frames_compiled() -> int:
+    """How many frames Dynamo has compiled, or tried to, in this process so far."""
+    return int(_counters["frames"]["total"])
 
 
 def configured(settings: Mapping[str, Any]) -> AbstractContextManager[None]:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
+from lowtide.compat.dynamo import frames_compiled
 from lowtide.cost.measure import Reading, default_device, measure, present_device, seconds_of
 from lowtide.execute.apply import apply, set_aside
 from lowtide.ir.graph import Role
@@ -17,6 +19,7 @@ from lowtide.trace.dry_run import Trace
 from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import optimizer_of, training_step
 
+_NUMBER_BYTES = 8
 _WARM_UP = 2  # libraries set themselves up, plans are compiled, optimizers make their states
 
 
@@ -59,7 +62,10 @@ class RealStep:
         for _ in range(self.warm_up):
             self.run()
         self.spec.model.zero_grad(set_to_none=True)
-        return measure(self.run, device=where, timed=timed)
+        before = frames_compiled()
+        found = measure(self.run, device=where, timed=timed)
+        compiled = frames_compiled() - before
+        return _without_compiling(found, compiled) if compiled and where.type == "cpu" else found
 
     def reading(self, plain: Trace, solution: Solution | GraphSolution | None = None) -> Reading | None:
         """One step under `solution`, or without a plan; None if the device has too little memory for it.
@@ -99,6 +105,24 @@ def bytes_before(plain: Trace) -> int:
     graph = plain.graph
     there = [value for value in graph.resident if graph.values[value].role is not Role.GRADIENT]
     return sum(graph.counted_bytes(value) for value in there)
+
+
+def _without_compiling(reading: Reading, frames: int) -> Reading:
+    """The same without what Dynamo holds while it compiles so many frames of Python.
+
+    That is copies of the random state, and for good a number for each frame. A forward that counts its calls
+    in Python is compiled at every one; a GPU holds nothing of this.
+    """
+    copy_bytes, copies = torch.get_rng_state().nbytes, 0
+    timeline = [reading.resident_bytes]
+    for before, now in pairwise(reading.timeline):
+        if now - before == copy_bytes:
+            copies += 1
+        elif before - now == copy_bytes and copies:
+            copies -= 1
+        timeline.append(now - copies * copy_bytes)
+    peak_bytes = max(timeline) - frames * _NUMBER_BYTES
+    return replace(reading, peak_bytes=max(peak_bytes, reading.resident_bytes), timeline=tuple(timeline))
 
 
 def _counted_from(reading: Reading, resident_bytes: int) -> Reading:

@@ -86,11 +86,14 @@ def training_step(
 
 
 def _go_back(loss: torch.Tensor) -> None:
-    """The backward, outside of the autocast that the forward ran under: as PyTorch says it should be."""
+    """The backward, after the autocast that the forward ran under: as PyTorch says it should be.
+
+    What that has cast of the weights is let go of when it ends, and cast anew in the next step.
+    """
     with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            torch.clear_autocast_cache()
+            stack.enter_context(torch.autocast(device, enabled=False))
         loss.backward()
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.errors import BadRequest
+from lowtide.execute.memory import Memory
 from lowtide.ir.graph import Graph, Phase
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
@@ -191,19 +192,85 @@ def test_what_is_small_is_kept_for_the_backward_and_what_is_large_is_made_again(
 # Random numbers -------------------------------------------------------------------------------------------
 
 
-def test_what_was_dropped_stays_dropped() -> None:
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        wide = (x @ w).exp()
-        dropped: Tensor = torch.ops.aten.native_dropout.default(wide, 0.5, True)[0]
-        return dropped.tanh().sum(1)
+def dropping(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    wide = (x @ w).exp()
+    dropped, mask = torch.ops.aten.native_dropout.default(wide, 0.5, True)
+    return dropped.tanh().sum(1), mask
 
-    graph, given = drawn_results(function, [numbers(6, 4), numbers(4, 40)])
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_what_was_dropped_stays_dropped(dtype: torch.dtype) -> None:
+    """Only the mask, a byte for each element, is there as a whole; and it is the same to the bit."""
+    graph, given = drawn_results(dropping, [numbers(6, 4).to(dtype), numbers(4, 40).to(dtype)])
+    region = region_at(graph, "exp", 0)
+    assert len(region.ops) == len(graph.ops) == 5
+    tiled = tile(graph, region, 3)
+    drop = ["_to_copy", "mul", "mul"]
+    slices = ["mm", "exp", *drop, "tanh", "sum", "copy_"] * 3
+    assert kernels(tiled) == ["empty_strided", "bernoulli_", "empty_strided", *slices]
+    assert [op.target for op in tiled.ops if op.random] == ["aten.bernoulli_.float"]
+    item = torch.finfo(dtype).bits // 8
+    sizes = sorted({tiled.values[value].bytes for op in tiled.ops for value in op.creates})
+    assert sizes == sorted({6 * 40, 6 * item, 2 * 40 * item, 2 * item})
+    results = []
+    for each, memory in ((graph, Memory.DIRECT), (tiled, Memory.DIRECT), (tiled, Memory.STATIC)):
+        torch.manual_seed(0)
+        results.append({**results_of(each, given, memory), "next": torch.rand(1)})
+    for found in results[1:]:
+        assert all(torch.equal(tensor, results[0][name]) for name, tensor in found.items())
+
+
+def test_where_a_kernel_draws_and_drops_at_once_it_draws_for_as_many_elements() -> None:
+    graph, _ = drawn_results(dropping, [numbers(6, 4), numbers(4, 40)])
+    tiled = tile(replace(graph, device="cuda"), region_at(graph, "exp", 0), 2)
+    assert kernels(tiled)[:3] == ["empty_strided", "native_dropout", "empty_strided"]
+    some, drawn = tiled.ops[:2]
+    assert drawn.reads == some.creates
+    assert [tiled.values[value].bytes for value in (*drawn.reads, *drawn.creates)] == [960, 960, 240]
+    assert drawn.args[1:] == (0.5, True)
+    assert kernels(tiled).count("native_dropout_backward") == 2
+
+
+def test_what_is_drawn_is_drawn_in_turn_where_a_region_ends_late() -> None:
+    """Between what is dropped in the region and its end, other numbers are drawn."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        wide = torch.ops.aten.native_dropout.default(x.exp(), 0.5, True)[0]
+        other = torch.ops.aten.native_dropout.default(y, 0.5, True)[0]
+        return wide.cos().sum(1), other
+
+    graph, given = drawn_results(function, [numbers(6, 40), numbers(3)])
+    tiled = tile(graph, region_at(graph, "exp", 0), 2)
+    torch.manual_seed(0)
+    expected = results_of(graph, given)
+    torch.manual_seed(0)
+    assert_same(results_of(tiled, given), expected)
+
+
+@pytest.mark.parametrize(("rate", "training"), [(0.0, True), (1.0, True), (0.5, False), (0.5, None)])
+def test_a_dropout_that_draws_nothing_has_no_rule(rate: float, training: bool | None) -> None:
+    graph, _ = drawn_results(
+        lambda x: torch.ops.aten.native_dropout.default(x.exp(), rate, training)[0], [numbers(6, 8)]
+    )
+    number = next(op.id for op in graph.ops if "dropout" in op.target)
+    assert isinstance(grown(graph, number, (0,)), str)
+
+
+def test_drawing_alone_is_no_region() -> None:
+    graph, _ = drawn_results(
+        lambda x: torch.ops.aten.native_dropout.default(x, 0.5, True)[1].cumsum(0), [numbers(6, 8)]
+    )
+    region = grown(graph, 0, (0,))
+    assert isinstance(region, Region)
+    with pytest.raises(BadRequest, match="all that it does there is draw numbers"):
+        tile(graph, region, 2)
+
+
+def test_other_random_numbers_are_drawn_as_a_whole() -> None:
+    graph, given = drawn_results(lambda x: (x.exp() * torch.rand_like(x)).cos().sum(1), [numbers(6, 8)])
     drawing = next(op for op in graph.ops if op.random)
-    before, after = region_at(graph, "exp", 0), region_at(graph, "tanh", 0)
-    assert drawing.id not in {*before.ops, *after.ops}
-    assert f"{drawing.label} draws random numbers" in (*before.borders, *after.borders)
     assert grown(graph, drawing.id, (0,)) == f"{drawing.label} draws random numbers"
-    tiled = cut(graph, [Cut(after, 3)])
+    tiled = tile(graph, region_at(graph, "cos", 0), 3)
     torch.manual_seed(0)
     expected = results_of(graph, given)
     torch.manual_seed(0)
@@ -280,8 +347,7 @@ def test_regions_that_wait_for_each_other_are_refused() -> None:
 def test_what_draws_or_changes_something_does_not_wait_for_a_region() -> None:
     def draws(x: Tensor, counter: Tensor) -> tuple[Tensor, ...]:
         wide = x.exp()
-        dropped, _ = torch.ops.aten.native_dropout.default(wide, 0.5, True)
-        return dropped, wide.cos()
+        return torch.rrelu(wide, training=True), wide.cos()
 
     def changes(x: Tensor, counter: Tensor) -> tuple[Tensor, ...]:
         wide = x.exp()

@@ -146,6 +146,47 @@ def test_logits_that_are_shifted_by_slicing_are_never_whole() -> None:
     assert_close(model, plain, args, backward)
 
 
+class Attending(Language):
+    """Attention that is written out, with dropout of its scores, as GPT-2 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        scores = torch.baddbmm(x[:, :, :1], self.query(x), self.key(x).transpose(1, 2), alpha=0.25, beta=0)
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        kept = self.dropout(scores.masked_fill(later, float("-inf")).softmax(-1))
+        found: Tensor = self.head(self.norm(x + self.dropout(kept @ x)))
+        return found
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_scores_of_attention_with_dropout_are_never_whole_but_for_what_is_dropped(seed: int) -> None:
+    model, args = Attending(), batch(2, 512)
+    plain = copy.deepcopy(model)
+    solution = lowtide.plan(model, args, budget="min", tiles=True, effort="quick")
+    assert isinstance(solution, GraphSolution)
+    scores = 2 * 512 * 512
+    sizes = [solution.graph.values[value].bytes for op in solution.graph.ops for value in op.creates]
+    assert scores in sizes
+    assert max(sizes) < 2 * scores
+    masks = [op for op in solution.graph.ops if op.target == "aten.bernoulli_.float"]
+    assert all(op.random for op in masks)
+    lowtide.apply(model, solution)
+    assert_close(model, plain, args, backward)
+    streams = []
+    for each in (model, plain):
+        torch.manual_seed(seed)
+        backward(each, args)
+        streams.append(torch.rand(4))
+        each.zero_grad()
+    assert torch.equal(*streams)
+    reading = lowtide.measure(lambda: backward(model, args), device="cpu")
+    assert reading.growth_bytes == pytest.approx(solution.timeline.growth_bytes, rel=1e-3)
+
+
 # Kinds of steps -------------------------------------------------------------------------------------------
 
 

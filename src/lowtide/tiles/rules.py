@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lowtide.ir.graph import Arg, Graph, Op, Ref, short_name
+from lowtide.ir.strides import is_dense
 
 Slot: TypeAlias = tuple[int | str, int]  # position or name of an argument, and of an item where it is a list
 Labels: TypeAlias = tuple[str, ...]  # "" is a dimension along which the tensor repeats itself
@@ -109,7 +110,9 @@ def slots(op: Op) -> Iterator[tuple[Slot, int]]:
 def labelled(graph: Graph, op: Op) -> Labelled | None:
     """The labels of an op; None where there is no rule for it, or none for how it is called."""
     rule = RULES.get(short_name(op.target))
-    return None if rule is None or op.random or op.mutates or op.updates else rule(OpView(graph, op))
+    if rule is None or op.mutates or op.updates or (op.random and rule is not _dropout):
+        return None
+    return rule(OpView(graph, op))
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:
@@ -162,6 +165,17 @@ def _pointwise(call: OpView) -> Labelled | None:
     labels = _names(len(shape))
     known = {slot: found for slot, found in takes.items() if found is not None}
     return Labelled(known, tuple(labels for _ in call.op.outputs))
+
+
+@_rule("native_dropout")
+def _dropout(call: OpView) -> Labelled | None:
+    """What is dropped is drawn for all elements at once, and depends on how many there are alone."""
+    given, rate = call.arg(0), call.arg(1)
+    if not isinstance(given, Ref) or call.arg(2) is not True or not isinstance(rate, float):
+        return None
+    x = call.graph.tensors[given.tensor]
+    is_whole = not x.offset and is_dense(x.shape, x.stride)
+    return _pointwise(call) if is_whole and 0 < rate < 1 else None
 
 
 @_rule("full", "ones", "zeros", "empty")

@@ -9,7 +9,8 @@
     plain      x ─ A ─ large ─ B ─ y          tiled      x[i] ─ A ─ part ─ B ─ y[i]      for each i
 
 What is indexed by the dimension and leaves a block is written into its place in a buffer; what is summed over
-it is accumulated, in float32 where it is of half precision. All that comes out are ordinary ops.
+it is accumulated, in float32 where it is of half precision. What a dropout drops is drawn as a whole where
+that was done before, so that random numbers are those of the plain step. All that comes out are ordinary ops.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lowtide.ir.graph import (
     Tile,
     Tiled,
     Value,
+    argument_tensors,
     refs,
     short_name,
 )
@@ -56,6 +58,13 @@ _FLOAT = Symbol("dtype", "float32")
 # is as one expects; a slice along an inner dimension is not.
 _IN_A_ROW = {"native_layer_norm_backward": (3, 4), "_fused_rms_norm_backward": (3,)}
 _CONTIGUOUS = Symbol("memory_format", "contiguous_format")
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Where what an op drops is drawn."""
+
+    op: Op
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,8 @@ class _Tiling:
             match unit:
                 case Op():
                     self._stages[unit.id][0].scale(unit)
+                case _Drawn():
+                    self._stages[unit.op.id][0].draw(unit.op)
                 case range():
                     first = len(self.ops)
                     for number in unit:
@@ -132,17 +143,18 @@ class _Tiling:
         )
         return validate(graph, knows_plain=True)
 
-    def _units(self) -> list[range | Stage | Op]:
+    def _units(self) -> list[range | Stage | Op | _Drawn]:
         """Ranges of ops that stay as they are, and stages, in the order in which they run.
 
         A stage runs where its last op did. What needs its results before that waits until it is over. For an
-        op that runs ahead there is the op itself: where it was, what it made is scaled.
+        op that runs ahead there is the op itself: where it was, what it made is scaled. What is dropped is
+        drawn where that was.
         """
         last: dict[Stage, int] = {}
         for number, own in self._stages.items():
             if own[0].is_in_time(number):
                 last[own] = max(number, last.get(own, -1))
-        found: list[range | Stage | Op] = []
+        found: list[range | Stage | Op | _Drawn] = []
         waiting: dict[Stage, list[range]] = {}
         unfinished: dict[int, Stage] = {}  # value -> the stage that it has to wait for
         for unit in _atoms(self.old):
@@ -151,6 +163,8 @@ class _Tiling:
             held_up = {unfinished[value] for value in touched if value in unfinished}
             stage = self._stages.get(number)
             if stage is not None:
+                if self.old.ops[number].random:
+                    found.append(_Drawn(self.old.ops[number]))
                 if number > last[stage]:
                     found.append(self.old.ops[number])
                     continue
@@ -216,6 +230,7 @@ class _Tiling:
         mutates: tuple[int, ...] = (),
         part: float = 0.0,
         phase: Phase | None = None,
+        random: bool = False,
     ) -> Op:
         """A new op where `like` was. It reads every value that it is handed."""
         handed = refs((*args, *(arg for _, arg in options)))
@@ -231,6 +246,7 @@ class _Tiling:
             creates=creates,
             mutates=mutates,
             phase=like.phase if phase is None else phase,
+            random=random,
             seconds=like.seconds * part,
             workspace_bytes=int(like.workspace_bytes * part),
             extrapolated=True,
@@ -303,8 +319,13 @@ class _Sliced:
         for number in self.region.ops:
             for value in self.old.ops[number].creates:
                 is_sliced = value in self.region.axes and value not in self._summed
-                if is_sliced and self._is_needed_whole(value, number):
+                if is_sliced and (self._is_drawn(value) or self._is_needed_whole(value, number)):
                     yield value
+
+    def _is_drawn(self, value: int) -> bool:
+        """Whether a value tells what is dropped."""
+        op = self.old.ops[self.old.creator[value]]
+        return op.random and self.old.tensors[_mask(op)].value == value
 
     def _is_needed_whole(self, value: int, maker: int) -> bool:
         if value in self.old.outputs:
@@ -345,6 +366,8 @@ class _Sliced:
             for op in ops:
                 parts.run(op, is_own=op.id in own_ops)
         sums.finish(phase)
+        if len(self.tiling.ops) == first:
+            raise BadRequest(f"{self.name} is not cut into slices: all that it does there is draw numbers.")
         _, origin, _ = _before(self.old)
         inner = [value for op in ops for value in op.creates if value not in self.whole]
         self.tiling.blocks.append(
@@ -380,6 +403,8 @@ class _Sliced:
         for output in op.outputs:
             if output is None or self.old.tensors[output].value not in leaving:
                 continue
+            if self._is_drawn(self.old.tensors[output].value):
+                continue
             tensor = replace(self.old.tensors[output], value=self.made_as(self.old.tensors[output].value))
             self._empty(op, tensor, phase)
 
@@ -393,6 +418,49 @@ class _Sliced:
                 outputs=(self.tiling.look(tensor),),
                 creates=(tensor.value,),
                 phase=phase,
+            )
+        )
+
+    # What is drawn ------------------------------------------------------------------------------------
+
+    def draw(self, op: Op) -> None:
+        """Append what draws the numbers that `op` draws, for all of its elements, without looking at them.
+
+        On the CPU its kernel draws a mask by itself. Elsewhere kernels do all at once, and how many elements
+        there are, of what type, decides what is drawn: so it is handed some.
+        """
+        tiling, mask = self.tiling, self.old.tensors[_mask(op)]
+        rate = op.args[1]
+        assert isinstance(rate, float), "only then there is a rule for it"
+        drawn = tiling.look(mask)
+        if self.old.device == "cpu":
+            self._empty(op, mask, op.phase)
+            tiling.add(
+                tiling.op(
+                    op,
+                    "aten.bernoulli_.float",
+                    (Ref(drawn), 1 - rate),
+                    outputs=(drawn,),
+                    mutates=(mask.value,),
+                    part=1.0,
+                    random=True,
+                )
+            )
+            return
+        x = self.old.tensors[next(argument_tensors(op))]
+        some, dropped = (
+            replace(x, value=tiling.value(self.old.values[x.value].bytes, x.value)) for _ in range(2)
+        )
+        self._empty(op, some, op.phase)
+        tiling.add(
+            tiling.op(
+                op,
+                op.target,
+                (Ref(tiling.look(some)), *op.args[1:]),
+                outputs=(tiling.look(dropped), drawn),
+                creates=(dropped.value, mask.value),
+                part=1.0,
+                random=True,
             )
         )
 
@@ -526,6 +594,9 @@ class _Slice:
     def run(self, op: Op, is_own: bool) -> None:
         """Append the op for this slice."""
         tiling, found = self.tiling, self.region.region.ops[op.id]
+        if op.random:
+            self._drop(op, found, is_own)
+            return
         args = tuple(self._arg(op, found, position, arg) for position, arg in enumerate(op.args))
         options = tuple((name, self._arg(op, found, name, arg)) for name, arg in op.kwargs)
         for position in _IN_A_ROW.get(short_name(op.target), ()):
@@ -549,7 +620,7 @@ class _Slice:
         outputs: list[int | None] = []
         creates: list[int] = []
         rounded: list[tuple[int, int]] = []
-        copies: list[tuple[int, int]] = []
+        copies: list[tuple[Tensor, Place, int]] = []
         added: list[tuple[int, int]] = []
         for number, output in enumerate(op.outputs):
             if output is None:
@@ -566,8 +637,7 @@ class _Slice:
                 if is_half and tensor.dtype in _HALF:
                     rounded.append((self._wide(made), made))
                 if tensor.value in self._leaving and is_own:
-                    buffer = replace(tensor, value=self.region.made_as(tensor.value))
-                    copies.append((tiling.look(narrowed(buffer, place, self.part)), made))
+                    copies.append((tensor, place, made))
             if rounded and rounded[-1][1] == made:
                 made = rounded[-1][0]
             outputs.append(made)
@@ -586,10 +656,77 @@ class _Slice:
         )
         for wide, made in rounded:
             self._convert(op, wide, made)
-        for place_of_copy, made in copies:
-            self._call(op, "aten.copy_.default", place_of_copy, made)
+        for tensor, place, made in copies:
+            self._hand_out(op, tensor, place, made)
         for number, made in added:
             self.sums.add(op, number, made, self.phase)
+
+    def _hand_out(self, op: Op, tensor: Tensor, place: Place, made: int) -> None:
+        """Append a copy of this slice of a tensor into its place in the buffer for all of it."""
+        buffer = replace(tensor, value=self.region.made_as(tensor.value))
+        changed = self.tiling.look(narrowed(buffer, place, self.part))
+        self.tiling.add(
+            self.tiling.op(
+                op,
+                "aten.copy_.default",
+                (Ref(changed), Ref(made)),
+                outputs=(changed,),
+                mutates=(buffer.value,),
+                phase=self.phase,
+            )
+        )
+
+    def _drop(self, op: Op, found: Passage, is_own: bool) -> None:
+        """Append what `op` makes of a slice, given what it drops; nothing, if nobody looks at that.
+
+        As its own kernels do it: the CPU's rounds the scale to the type of what it is given.
+        """
+        tiling, dropped, place = self.tiling, op.outputs[0], found.makes[0]
+        assert dropped is not None, "else nothing is dropped"
+        assert place is not None, "it is indexed as what is given is"
+        tensor = tiling.old.tensors[dropped]
+        if tensor.value not in tiling.old.readers and tensor.value not in tiling.old.outputs:
+            return
+        x = self._item(op, found, (0, 0), op.args[0])
+        mask = Ref(tiling.look(narrowed(tiling.old.tensors[_mask(op)], place, self.part)))
+        rate = op.args[1]
+        assert isinstance(rate, float), "only then there is a rule for it"
+        if tiling.old.device == "cpu":
+            dtype = (("dtype", Symbol("dtype", tensor.dtype)),)
+            kept = self._made_of(op, "aten._to_copy.default", (mask,), tensor, place, dtype)
+            scale = self._made_of(op, "aten.mul.Tensor", (kept, 1 / (1 - rate)), tensor, place)
+            made = self._made_of(op, "aten.mul.Tensor", (x, scale), tensor, place)
+        else:
+            args = (x, mask, 1 / (1 - rate))
+            made = self._made_of(op, "aten.native_dropout_backward.default", args, tensor, place)
+        if tensor.value in self._leaving and is_own:
+            self._hand_out(op, tensor, place, made.tensor)
+
+    def _made_of(
+        self,
+        op: Op,
+        target: str,
+        args: tuple[Arg, ...],
+        tensor: Tensor,
+        place: Place,
+        options: tuple[tuple[str, Arg], ...] = (),
+    ) -> Ref:
+        """Append an op that makes a slice of a tensor."""
+        made = self._slice_of(tensor, place)
+        value = self.tiling.tensors[made].value
+        self.tiling.add(
+            self.tiling.op(
+                op,
+                target,
+                args,
+                options=options,
+                outputs=(made,),
+                creates=(value,),
+                part=self._share,
+                phase=self.phase,
+            )
+        )
+        return Ref(made)
 
     def _adds_half_by_kernel(self, op: Op, args: tuple[Arg, ...]) -> bool:
         """Append a kernel that takes half precision and adds up in float32 by itself, if there is one."""
@@ -643,20 +780,6 @@ class _Slice:
     def _share(self) -> float:
         """Which part of everything this slice is."""
         return (self.part[1] - self.part[0]) / extent(enumerate(self.region.region.parts))
-
-    def _call(self, op: Op, target: str, changed: int, other: int) -> None:
-        tiling = self.tiling
-        value = tiling.tensors[changed].value
-        tiling.add(
-            tiling.op(
-                op,
-                target,
-                (Ref(changed), Ref(other)),
-                outputs=(changed,),
-                mutates=(value,),
-                phase=self.phase,
-            )
-        )
 
     def _slice_of(self, tensor: Tensor, place: Place) -> int:
         """A new value for this slice of what `tensor` shows."""
@@ -935,6 +1058,13 @@ def _float_of(one: str, other: str) -> str:
     if len(found) == 1:
         return found.pop()
     return "float64" if "float64" in found else "float32"
+
+
+def _mask(op: Op) -> int:
+    """The tensor that tells what a dropout drops."""
+    mask = op.outputs[1]
+    assert mask is not None, "a dropout makes a mask"
+    return mask
 
 
 def _first(args: tuple[Arg, ...]) -> int:

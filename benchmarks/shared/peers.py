@@ -12,21 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.shared.subjects import Made
+from lowtide.compat.compiling import activation_budget
+from lowtide.planner.checkpointed import run_segments
+from lowtide.planner.peer_ways import PARTS
 from lowtide.zoo.densenet import DenseNet
 from lowtide.zoo.inception import InceptionOutput, InceptionV3
 from lowtide.zoo.resnet import ResNet
 from lowtide.zoo.vgg import VGG
 
-INDUCTOR_BUDGETS = (1.0, 0.5, 0.2, 0.0)
 SEGMENTS = "√n segments"
 LIBRARY = "library checkpointing"
 
@@ -48,9 +47,7 @@ def eager_peers(made: Made) -> list[Peer]:
 
 def compiled_peers(made: Made) -> list[Peer]:
     """Inductor's, from everything saved to nothing saved."""
-    return [
-        Peer(f"torch.compile {budget}", partial(compiled, made.model, budget)) for budget in INDUCTOR_BUDGETS
-    ]
+    return [Peer(f"torch.compile {budget}", partial(compiled, made.model, budget)) for budget in PARTS]
 
 
 @contextmanager
@@ -67,7 +64,7 @@ def library_checkpointing(made: Made) -> Iterator[nn.Module]:
 @contextmanager
 def compiled(model: nn.Module, budget: float) -> Iterator[nn.Module]:
     """The model compiled by Inductor; `budget` is a part of the bytes that it would save for the backward."""
-    with functorch_config.patch(activation_memory_budget=budget):
+    with activation_budget(budget):
         found: Any = torch.compile(model)
         yield found
 
@@ -77,16 +74,8 @@ def compiled(model: nn.Module, budget: float) -> Iterator[nn.Module]:
 
 @contextmanager
 def in_segments(model: nn.Module) -> Iterator[nn.Module]:
-    """The model with its layers in √n segments. VGG's ReLUs do not work in place there: one may begin one."""
-    relus = [found for found in model.modules() if isinstance(found, nn.ReLU) and found.inplace]
-    changed = relus if isinstance(model, VGG) else []
-    for relu in changed:
-        relu.inplace = False
-    try:
-        yield _Segmented(model)
-    finally:
-        for relu in changed:
-            relu.inplace = True
+    """The model with its layers in √n segments."""
+    yield _Segmented(model)
 
 
 class _Segmented(nn.Module):
@@ -96,15 +85,6 @@ class _Segmented(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.run(x)
-
-
-def run_segments(layers: Sequence[nn.Module], count: int, x: Tensor) -> Tensor:
-    """`layers` one after the other, in `count` checkpoints of as equal lengths as can be."""
-    ends = [round(part * len(layers) / count) for part in range(count + 1)]
-    for first, stop in pairwise(ends):
-        found: Tensor = checkpoint(nn.Sequential(*layers[first:stop]), x, use_reentrant=False)
-        x = found
-    return x
 
 
 def _root(layers: Sequence[nn.Module]) -> int:

@@ -81,15 +81,22 @@ def convnext(name: str, batch: int, image: int) -> Sample:
 
     def build() -> Made:
         model, checkpointing = _timm(name) if find_spec("timm") else _torchvision(name)
-        images = torch.randn(batch, 3, image, image)
-        labels = torch.randint(0, 1000, (batch,))
-
-        def loss(logits: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(logits.float(), labels)
-
-        return Made(Autocast(model.train()), (images,), loss, checkpointing)
+        return classifier(model, checkpointing, batch, image)
 
     return Sample(f"{name}, {batch}×{image}², bf16 autocast", build, _library_of_convnext)
+
+
+def classifier(
+    model: nn.Module, checkpointing: Callable[[bool], None] | None, batch: int, image: int
+) -> Made:
+    """A network for images of a thousand classes, in bfloat16 where autocast would."""
+    images = torch.randn(batch, 3, image, image)
+    labels = torch.randint(0, 1000, (batch,))
+
+    def loss(logits: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.float(), labels)
+
+    return Made(Autocast(model.train()), (images,), loss, checkpointing)
 
 
 def _library_of_convnext() -> str:

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.cost.measure import seconds_of
 from lowtide.errors import BadRequest, CannotApply, DeviceMissing, InfeasibleBudget
+from lowtide.planner import peer_steps, peer_ways
 from lowtide.planner.peer_steps import EagerResult, PeerSteps, StepResult
 from lowtide.planner.peer_ways import PeerKind, PeerRow, PeerTrial, distinct_peaks, problem_of
 from lowtide.planner.peers import PeerComparison, compare_peers
@@ -71,6 +73,25 @@ def test_every_way_is_measured_and_plans_keep_within_what_others_hold() -> None:
         assert row.reading.difference is None
         if label != "checkpointing":
             assert row.predicted_peak_bytes == peak(row), label
+
+
+def test_what_is_timed_is_the_model_under_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[nn.Module] = []
+    plans: list[int] = []
+
+    def noted(model: nn.Module, solution: Any, **options: Any) -> nn.Module:
+        planned.append(model)
+        return lowtide.apply(model, solution, **options)
+
+    def watched(run: Any, where: torch.device) -> float:
+        plans.extend(len(lowtide.plans_of(model)) for model in planned[-1:])
+        return seconds_of(run, where)
+
+    monkeypatch.setattr(peer_ways, "apply", noted)
+    monkeypatch.setattr(peer_steps, "seconds_of", watched)
+    compared(repeats=2)
+    rows, first, turns = 3, 1, 3
+    assert plans == [1] * rows * (first + 2 * turns)
 
 
 def test_the_peak_is_that_of_the_step_whatever_else_the_process_holds() -> None:

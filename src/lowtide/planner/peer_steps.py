@@ -217,9 +217,9 @@ class PeerSteps:
         """The time of one step, and its peak, where the device keeps count."""
         self.spec.model.zero_grad(set_to_none=True)
         if self.where.type != "cuda":
-            return step.seconds(), 0
+            return seconds_of(step.run, self.where), 0
         torch.cuda.reset_peak_memory_stats(self.where)
-        seconds = step.seconds()
+        seconds = seconds_of(step.run, self.where)
         return seconds, torch.cuda.max_memory_allocated(self.where)
 
     @property

@@ -130,7 +130,8 @@ class PeerTrial:
             found = PeerRow(way.label, way.kind, "the device ran out of memory")
         except Exception as error:  # noqa: BLE001  a way that fails in whatever way must not cost the others
             found = PeerRow(way.label, way.kind, problem_of(error))
-        self.steps.clean_up()
+        finally:
+            self.steps.clean_up()
         if found.reading is not None:
             self.peaks[found.label] = found.reading.peak_bytes
         return found

@@ -40,11 +40,12 @@ class MeasuredPoint(NamedTuple):
 
 def draw_peers(comparison: PeerComparison, kind: str, *, title: str) -> bytes:
     """The picture as a file of `kind` ('png' or 'svg')."""
+    points = list(measured_points(comparison.rows))
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
-        axes.set_title(title, loc="left", weight="bold")
-        paint_peers(figure, axes, list(measured_points(comparison.rows)), time_axis(comparison.rows))
+        plot_peers(axes, points, title=title, time=time_axis(comparison.rows))
+        name_peers(figure, axes, points)
 
     return painted(kind, (10, 5.8), paint)
 
@@ -75,10 +76,11 @@ def series_of(label: str) -> str:
     return label.partition(" within ")[0].partition(",")[0]
 
 
-def paint_peers(figure: Figure, axes: Axes, points: Sequence[MeasuredPoint], time: str) -> None:
-    """The points on `axes`: others' hollow and named, plans filled, joined, and named in the legend."""
-    unit = unit_of(max((point.peak_bytes for point in points), default=0))
+def plot_peers(axes: Axes, points: Sequence[MeasuredPoint], *, title: str, time: str) -> None:
+    """The points on `axes`: what others do hollow, plans filled, joined, and named in the legend."""
+    unit = _unit(points)
     peers = [point for point in points if not point.series]
+    axes.set_title(title, loc="left", weight="bold")
     axes.scatter(
         [point.peak_bytes / unit[1] for point in peers],
         [point.time for point in peers],
@@ -105,17 +107,12 @@ def paint_peers(figure: Figure, axes: Axes, points: Sequence[MeasuredPoint], tim
     axes.set_ylim(0, _ROOM * max((point.time for point in points), default=1))
     if any(point.series for point in points):
         axes.legend(loc="lower left", frameon=False)
-    _name(figure, axes, peers, points, unit)
 
 
-def _name(
-    figure: Figure,
-    axes: Axes,
-    peers: Sequence[MeasuredPoint],
-    points: Sequence[MeasuredPoint],
-    unit: tuple[str, int],
-) -> None:
-    """Write the names of others' ways where they cover nothing."""
+def name_peers(figure: Figure, axes: Axes, points: Sequence[MeasuredPoint]) -> None:
+    """Write the names of what others do where they cover nothing; all else on the figure is there already."""
+    unit = _unit(points)
+    peers = [point for point in points if not point.series]
     figure.draw_without_rendering()  # only then is it settled where the axes are
     scale = 72 / figure.get_dpi()
 
@@ -140,3 +137,7 @@ def _name(
             color=_PEER,
             arrowprops={"arrowstyle": "-", "color": "0.75", "linewidth": 0.6, "shrinkB": 4, "relpos": end},
         )
+
+
+def _unit(points: Sequence[MeasuredPoint]) -> tuple[str, int]:
+    return unit_of(max((point.peak_bytes for point in points), default=0))

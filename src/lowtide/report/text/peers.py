@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from lowtide.planner.peer_ways import IN_ONE_PIECE
+from lowtide.planner.peer_ways import IN_ONE_PIECE, PeerKind
 from lowtide.report.text.console import PAGE, console, shown
 from lowtide.text.rounding import Unit, unit_for
 from lowtide.text.table import Table
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 _NOTHING = "–"
 _MANY = 4  # labels in a line
-LEGEND = (
-    "compile 0.5 is torch.compile with an activation_memory_budget of 0.5; 'within' another way is within "
-    "its peak"
-)
+_COMPILED = "compile 0.5 is torch.compile with an activation_memory_budget of 0.5"
+_WITHIN = "a plan within another way is within the peak of that"
 
 
 def print_peers(title: str, comparison: PeerComparison, notes: Sequence[str] = ()) -> None:
@@ -35,7 +33,7 @@ def print_peers(title: str, comparison: PeerComparison, notes: Sequence[str] = (
     for row in _told(comparison.rows):
         for problem in problems(row):
             page.print(Text(f"{row.label}: ", style="bold").append(problem, style="not bold"))
-    for note in (LEGEND, *_remarks(comparison.rows), *notes):
+    for note in (*_legend(comparison.rows), *_remarks(comparison.rows), *notes):
         page.print(Text(f"note: {note}", style="dim"))
     if comparison.interrupted:
         page.print(Text("interrupted: not every way was tried", style="bold"))
@@ -65,6 +63,14 @@ def problems(row: PeerRow) -> Iterator[str]:
 def _told(rows: Sequence[PeerRow]) -> list[PeerRow]:
     """The rows but for plans with tiles that came out as those without."""
     return [row for row in rows if row.problem != IN_ONE_PIECE]
+
+
+def _legend(rows: Sequence[PeerRow]) -> Iterator[str]:
+    """What labels mean."""
+    if any(row.kind is PeerKind.COMPILED for row in rows):
+        yield _COMPILED
+    if any(" within " in row.label for row in rows):
+        yield _WITHIN
 
 
 def _remarks(rows: Sequence[PeerRow]) -> Iterator[str]:

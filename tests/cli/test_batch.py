@@ -56,6 +56,13 @@ plain       {plain}  {peak}     {part} %    unknown     unknown
 planned     {planned}"""
 
 
+def test_slices_can_be_asked_for() -> None:
+    asked = ("mine.py:four", "--memory", "16KiB", "--device", "cpu")
+    found = [json.loads(batch(*asked, *more, "--json").stdout) for more in ((), ("--tiles",))]
+    assert [told["tiles"] for told in found] == [False, True]
+    assert found[1]["planned"]["batch"] >= found[0]["planned"]["batch"]
+
+
 def test_both_answers_are_told_and_how_they_were_found() -> None:
     result = batch("mine.py:four", "--memory", "16KiB", "--device", "cpu")
     assert result.exit_code == 0

@@ -20,6 +20,8 @@ from lowtide.planner.batch_search import Reached
 from lowtide.planner.batch_steps import MOST, Batch
 from lowtide.planner.ops import StepBudget
 from lowtide.trace.spec import StepSpec
+from tests.helpers.heads import LOGITS_BYTES, Head
+from tests.helpers.heads import batch as tokens
 
 WIDTH = 16
 
@@ -112,6 +114,48 @@ def pictures(batch: int) -> Batch:
 
 def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten())
+
+
+def test_with_slices_many_more_samples_fit_and_a_capture_says_so_too() -> None:
+    model, memory = Head(), 5 * LOGITS_BYTES
+    whole, sliced = (
+        largest_batch(model, tokens, memory=memory, profile=False, tiles=tiles) for tiles in (False, True)
+    )
+    assert whole.planned is not None
+    assert sliced.planned is not None
+    assert sliced.plain == whole.plain
+    assert (whole.planned.slices, sliced.planned.slices) == (0, 1)
+    assert sliced.planned.batch > 5 * whole.planned.batch
+    assert (whole.notes, sliced.notes) == ((), ())
+    (fits, next_fits) = (
+        StepBudget(
+            StepSpec(model, tokens(sliced.planned.batch + more), device="cpu", profile=False, tiles=True)
+        )
+        for more in (0, 1)
+    )
+    assert fits.solve("auto", memory).peak_bytes == sliced.planned.peak_bytes <= memory
+    with pytest.raises(InfeasibleBudget):
+        next_fits.solve("auto", memory)
+    assert sliced.to_json()["tiles"] is True
+    assert sliced.to_json()["planned"]["stretches_in_slices"] == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
+def test_time_that_slices_take_counts_against_a_time_limit() -> None:
+    found = [
+        largest_batch(Head().to("meta"), tokens, memory="300MB", device="cuda", tiles=True, time_limit=limit)
+        for limit in (None, 1.1)
+    ]
+    reached = [each.planned for each in found]
+    assert reached[0] is not None
+    assert reached[1] is not None
+    assert reached[0].extra_seconds_ratio is not None
+    assert reached[1].extra_seconds_ratio is not None
+    assert reached[0].extra_seconds_ratio > 0.1 >= reached[1].extra_seconds_ratio
+    assert reached[0].batch > 5 * reached[1].batch
+    assert (reached[0].slices, reached[1].slices) == (1, 0)
+    told = "nothing of the planned step runs in slices: nothing that can be cut makes it better"
+    assert [told in each.notes for each in found] == [False, True]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")

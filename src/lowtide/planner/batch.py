@@ -23,7 +23,7 @@ from lowtide.execute.apply import apply
 from lowtide.planner.batch_search import PlainGoal, PlannedGoal, Reached, settled
 from lowtide.planner.batch_steps import MOST, AnyBatch, Batch, BatchOf, Steps, Telling
 from lowtide.planner.real_step import RealStep
-from lowtide.solvers import default_method, is_scheduler, schedulers, solve
+from lowtide.solvers import default_method, is_scheduler, schedulers
 from lowtide.solvers.method import Scheduler
 from lowtide.text.budget import LOWEST, Budget, parse_bytes
 from lowtide.trace.spec import StepSpec
@@ -51,6 +51,7 @@ class LargestBatch:
     accumulate: int = 1
     time_limit: float | None = None
     multiple_of: int = 1
+    tiles: bool = False
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -63,6 +64,7 @@ class LargestBatch:
             "memory_bytes": self.memory_bytes,
             "time_limit": self.time_limit,
             "multiple_of": self.multiple_of,
+            "tiles": self.tiles,
             "plain": None if self.plain is None else self.plain.to_json(),
             "planned": None if self.planned is None else self.planned.to_json(),
             "sampled": list(self.sampled),
@@ -88,6 +90,7 @@ def largest_batch(
     name: str | None = None,
     progress: Progress | None = None,
     telling: Telling | None = None,
+    tiles: bool = False,
 ) -> LargestBatch:
     """The largest batch that trains within `memory`, as the step is written and with a plan.
 
@@ -96,7 +99,8 @@ def largest_batch(
     `Batch(example, loss)`. The step, `optimizer`, `accumulate`, `device` and `profile` are as in
     `lowtide.plan`. Batches are multiples of `multiple_of`, and 2**20 at most.
 
-    With a `time_limit` of 1.2, a planned step takes 1.2 times as long as without recomputation, at most.
+    With a `time_limit` of 1.2, a planned step takes 1.2 times as long as without recomputation, at most. With
+    `tiles` stretches of it may run in slices, as in `lowtide.plan`: that counts as time it takes.
 
     Both answers have been captured at the batch that is given, and their promised bytes are within `memory`.
     At the next batch the search found nothing that fits. On a CPU, workspaces and times of steps that take
@@ -118,7 +122,7 @@ def largest_batch(
         found = batch_of(batch)
         at = found if isinstance(found, Batch) else Batch(found)
         example, whole = declared(at.example, at.loss or loss)
-        return StepSpec(model, example, whole, optimizer, accumulate, device, profile, name, progress)
+        return StepSpec(model, example, whole, optimizer, accumulate, device, profile, name, progress, tiles)
 
     asked = AnyBatch(spec_of, multiple_of, device, profile, telling)
     steps = Steps(asked, memory_bytes)
@@ -139,7 +143,8 @@ def largest_batch(
         accumulate=accumulate,
         time_limit=time_limit,
         multiple_of=multiple_of,
-        notes=(*steps.notes, *_remarks(steps, plain, planned, time_limit)),
+        tiles=tiles,
+        notes=(*steps.notes, *_remarks(steps, plain, planned, time_limit, tiles)),
     )
 
 
@@ -178,7 +183,7 @@ def _check(method: str | Scheduler, time_limit: float | None, multiple_of: int) 
 def _refuse_if_hopeless(steps: Steps, memory_bytes: int, method: str | Scheduler) -> None:
     """Raise InfeasibleBudget if the smallest batch cannot be had at any price."""
     smallest = steps.captured(steps.unit)
-    least = solve(smallest.graph, method, LOWEST)
+    least = smallest.solve(method, LOWEST)
     needed = smallest.promised_bytes(least)
     if needed > memory_bytes:
         running = least.timeline.peak_op
@@ -193,13 +198,15 @@ def _refuse_if_hopeless(steps: Steps, memory_bytes: int, method: str | Scheduler
 
 
 def _remarks(
-    steps: Steps, plain: Reached | None, planned: Reached | None, time_limit: float | None
+    steps: Steps, plain: Reached | None, planned: Reached | None, time_limit: float | None, tiles: bool
 ) -> list[str]:
     found = []
     if any(reached is not None and reached.batch + steps.unit > MOST for reached in (plain, planned)):
         found.append(f"batches larger than {MOST} were not looked for")
     if plain is not None and planned is not None and planned.batch <= plain.batch:
         found.append("a plan makes no larger batch fit: what is needed at the peak cannot be recomputed")
+    if tiles and planned is not None and not planned.slices:
+        found.append("nothing of the planned step runs in slices: nothing that can be cut makes it better")
     if planned is None:
         found.append(f"no plan is within the memory and {time_limit} times the time, at any batch")
     return found

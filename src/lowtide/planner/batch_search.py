@@ -47,10 +47,16 @@ class Reached:
 
     @property
     def extra_seconds_ratio(self) -> float | None:
-        """Time added by recomputation, as a part of the step without; None where ops were not timed."""
+        """Time added by recomputation and slices, as a part of the step without; None if it is not known."""
         if not self.seconds:
             return None
-        return 0.0 if self.solution is None else self.solution.extra_seconds_ratio
+        return 0.0 if self.solution is None else _extra_ratio(self.solution)
+
+    @property
+    def slices(self) -> int:
+        """How many stretches of the step run in slices."""
+        tiled = None if self.solution is None else self.solution.graph.tiled
+        return 0 if tiled is None else len(tiled.blocks)
 
     def to_json(self) -> dict[str, Any]:
         """The numbers, as JSON can hold them."""
@@ -63,7 +69,15 @@ class Reached:
             "samples_per_second": self.samples_per_second,
             "extra_seconds_ratio": self.extra_seconds_ratio,
             "recomputed_ops": again,
+            "stretches_in_slices": self.slices,
         }
+
+
+def _extra_ratio(solution: GraphSolution) -> float:
+    """Time added to the plain step, as a part of it."""
+    tiled = solution.graph.tiled
+    plain = solution.seconds if tiled is None else sum(op.seconds for op in tiled.plain.ops)
+    return (solution.seconds + solution.extra_seconds) / plain - 1 if plain else 0.0
 
 
 @dataclass(frozen=True)
@@ -158,10 +172,10 @@ class PlannedGoal(Goal):
         return Reached(batch, solution.peak_bytes, step.promised_bytes(solution), seconds or None, solution)
 
     def needed_bytes(self, step: StepBudget) -> int:
-        return step.promised_bytes(solve(step.graph, self.method, LOWEST))
+        return step.promised_bytes(step.solve(self.method, LOWEST))
 
     def guess(self, steps: Steps, start: int) -> int:
-        """How far the leanest schedule carries. One that is legal at some batch is legal at every batch."""
+        """How far the leanest schedule without slices carries. Legal at some batch, it is so at all."""
         if steps.lines is None:
             return start
         steps.asked.tell("planning op by op")
@@ -199,4 +213,4 @@ class PlannedGoal(Goal):
                 f"there are no times to hold a time limit of {self.time_limit} against: no op was run. "
                 "Leave out profile=False (--no-profile), or the time limit."
             )
-        return solution.extra_seconds_ratio <= self.time_limit - 1
+        return _extra_ratio(solution) <= self.time_limit - 1

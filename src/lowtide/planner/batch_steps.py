@@ -181,13 +181,14 @@ class _Lines:
 
     def plain_at(self, batch: int) -> Trace:
         """The dry run at that batch."""
-        return Trace(self._priced(self._plain.at(batch)), self.small.plain.schedule)
+        return Trace(self.priced(self._plain.at(batch)), self.small.plain.schedule)
 
     def graph_at(self, batch: int) -> Graph:
         """The captured step at that batch."""
-        return self._priced(self._graph.at(batch))
+        return self.priced(self._graph.at(batch))
 
-    def _priced(self, graph: Graph) -> Graph:
+    def priced(self, graph: Graph) -> Graph:
+        """With the costs that rules know, where those count."""
         return with_costs_by_rule(graph) if self.by_rule else graph
 
 
@@ -197,6 +198,10 @@ class _Predicted(StepBudget):
 
     lines: _Lines
     batch: int
+
+    def priced(self, graph: Graph) -> Graph:
+        """Nothing is run for it: slices take their part of what lines tell, or what the rules say."""
+        return self.lines.priced(graph)
 
     @cached_property
     def plain(self) -> Trace:

@@ -134,7 +134,7 @@ class StepBudget:
 
         found = best_tiled(
             self.graph,
-            lambda graph: with_costs(graph, self.spec.progress) if self.spec.profile else graph,
+            self.priced,
             solved,
             lambda graph: solve(graph, quick, LOWEST),
             is_lowest=wanted is None,
@@ -146,6 +146,10 @@ class StepBudget:
             return best
         what = "peak lower" if wanted is None else "take less time within the budget"
         return replace(best, remark=f"{_NOTHING_IN_SLICES} {what}")
+
+    def priced(self, graph: Graph) -> Graph:
+        """What slices of the step cost, if ops are to be run for that; else parts of what the whole costs."""
+        return with_costs(graph, self.spec.progress) if self.spec.profile else graph
 
     def least_bytes_in_slices(self, method: str | Scheduler, seconds: float) -> int | None:
         """The least budget that a quick search with slices keeps, after about so many seconds; None: no idea.

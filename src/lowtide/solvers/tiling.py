@@ -224,7 +224,7 @@ def best_tiled(
     rung: Rung | None = Rung(graph)
     in_vain = 0
     for _ in range(MOST_RUNGS):
-        if rung is None or in_vain > _PATIENCE:
+        if rung is None or in_vain > _PATIENCE or not rung.buildable:
             break
         priced = price(rung.graph) if rung.families else graph
         solution = solve(priced)

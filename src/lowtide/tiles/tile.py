@@ -61,7 +61,7 @@ _CONTIGUOUS = Symbol("memory_format", "contiguous_format")
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _MaskOf:
     """Where what an op drops is drawn."""
 
     op: Op
@@ -117,7 +117,7 @@ class _Tiling:
             match unit:
                 case Op():
                     self._stages[unit.id][0].scale(unit)
-                case _Drawn():
+                case _MaskOf():
                     self._stages[unit.op.id][0].draw(unit.op)
                 case range():
                     first = len(self.ops)
@@ -143,7 +143,7 @@ class _Tiling:
         )
         return validate(graph, knows_plain=True)
 
-    def _units(self) -> list[range | Stage | Op | _Drawn]:
+    def _units(self) -> list[range | Stage | Op | _MaskOf]:
         """Ranges of ops that stay as they are, and stages, in the order in which they run.
 
         A stage runs where its last op did. What needs its results before that waits until it is over. For an
@@ -154,7 +154,7 @@ class _Tiling:
         for number, own in self._stages.items():
             if own[0].is_in_time(number):
                 last[own] = max(number, last.get(own, -1))
-        found: list[range | Stage | Op | _Drawn] = []
+        found: list[range | Stage | Op | _MaskOf] = []
         waiting: dict[Stage, list[range]] = {}
         unfinished: dict[int, Stage] = {}  # value -> the stage that it has to wait for
         for unit in _atoms(self.old):
@@ -164,7 +164,7 @@ class _Tiling:
             stage = self._stages.get(number)
             if stage is not None:
                 if self.old.ops[number].random:
-                    found.append(_Drawn(self.old.ops[number]))
+                    found.append(_MaskOf(self.old.ops[number]))
                 if number > last[stage]:
                     found.append(self.old.ops[number])
                     continue

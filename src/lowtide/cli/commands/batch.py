@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.options import json_option, size, step_options, whole_number
+from lowtide.cli.options import json_option, size, step_options, tiles_option, whole_number
 from lowtide.cli.preparing import default_device, load_model
 from lowtide.cli.quiet import hush_libraries, undisturbed
 from lowtide.errors import BadRequest
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     help="Look at multiples of this alone.",
 )
 @click.option("--method", metavar="NAME", help="One of `lowtide solvers` that plan ops.  [default: auto]")
+@tiles_option
 @click.option("--measure", is_flag=True, help="Train on the batches that were found, and measure.")
 @json_option
 def command(
@@ -50,6 +51,7 @@ def command(
     time_limit: float | None,
     multiple_of: int,
     method: str | None,
+    tiles: bool,
     measure: bool,
     as_json: bool,
     **sizes: int | None,
@@ -80,6 +82,7 @@ def command(
             device=where,
             profile=profile,
             method=method,
+            tiles=tiles,
         )
         readings = _measured(answer, model, sizes, stage) if measure else {}
     _answer(answer, setup, readings, as_json)

@@ -165,7 +165,7 @@ class Rung:
             others = (op for op in self.plain.ops if op.id not in self.ops)
             rest = max((self._needed[op.id] for op in others if self._kinds[op.id] not in kinds), default=0)
         alone = _alone(self.plain, region)
-        beside = 0 if within is not None else max(map(self._beside, region.ops))
+        beside = 0 if within is not None else self._beside(region)
         most = _MOST_OPS // (len(region.ops) * max(1, self._alike_to(region)))
         reached = math.inf
         helps = _PAYS if within is None else _HELPS
@@ -189,10 +189,22 @@ class Rung:
         """How many regions there are like one, about: as often as its rarest op is there."""
         return min(self._kinds.count(self._kinds[number]) for number in region.ops)
 
-    def _beside(self, number: int) -> int:
-        """What has to be there while an op runs beside what it touches."""
-        op = self.plain.ops[number]
-        return max(0, self._needed[number] - _touched(self.plain, op, self.plain))
+    def _beside(self, region: Region) -> int:
+        """What has to be there while ops of a region run beside what they touch, and what they have made."""
+        held = allocator_of(self.plain.device).held
+        own = {value: self.plain.creator[value] for value in self.plain.outputs & self.plain.creator.keys()}
+        own = {value: maker for value, maker in own.items() if maker in region.ops}
+
+        def beside(number: int) -> int:
+            op = self.plain.ops[number]
+            made = (
+                held(self.plain.counted_bytes(value))
+                for value, maker in own.items()
+                if maker < number and value not in (*op.reads, *op.mutates)
+            )
+            return self._needed[number] - _touched(self.plain, op, self.plain) - sum(made)
+
+        return max(0, *map(beside, region.ops))
 
     def _others(self, seed: Op, way: _Choice) -> Iterator[Region]:
         """Regions like that of `way`, around ops like `seed`."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import click
+import peers
 import stands
 import sweeps
 from click.testing import CliRunner
@@ -214,6 +215,7 @@ _FILLERS: Mapping[str, Callable[[str], str]] = {
     "facts": _facts,
     "families": sweeps.filled,
     "methods": _methods,
+    "peers": peers.filled,
     "standing": stands.filled,
     "table": _table,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -487,3 +488,29 @@ def test_every_page_is_found_from_the_navigation_of_every_page(site: Site) -> No
     for page in pages:
         links = re.findall(r'href="([^"#:]+\.html)"', page.read_text(encoding="utf-8"))
         assert pages - {page} <= {Path(os.path.normpath(page.parent / link)) for link in links}, page
+
+
+@pytest.mark.usefixtures("scripts")
+def test_the_table_of_compiled_training_tells_the_lowest_of_each_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = script("peers")
+    monkeypatch.setattr(peers, "BENCHMARKS", tmp_path / "benchmarks")
+    run = tmp_path / "benchmarks" / "any" / "compiled-2026-01-02.json"
+    run.parent.mkdir(parents=True)
+    assert peers.filled("table") == ""  # and where nothing was measured on a GPU
+    run.with_name("compiled-2026-01-03-cpu.json").touch()
+    assert peers.filled("table") == ""
+    figures = {"eager": (3000, 7.0), "compile 0.5": (900, 5.0), "compile 0": (950, 6.0)}
+    figures |= {"lowtide, lowest": (800, 9.0), "lowtide tiles, lowest": (500, 10.4)}
+    rows = [
+        {"subject": "tiny, bf16", "label": label, "peak_bytes": mib << 20, "ms": ms}
+        for label, (mib, ms) in figures.items()
+    ]
+    rows.append({"subject": "tiny, bf16", "label": "checkpointing", "error": "no"})
+    machine = {"device": "A GPU", "torch": "2.13", "date": "2026-01-02"}
+    run.write_text(json.dumps({"rows": rows, "machine": machine}), encoding="utf-8")
+    found = peers.filled("table")
+    assert "\n| tiny, bf16 | 3,000, 7 | – | – | 900, 5 | – | 500, 10 | – | – |\n" in found
+    assert "A GPU, torch 2.13, 2026-01-02" in found
+    assert "(benchmarks/any/compiled-2026-01-02.md)" in found

@@ -9,7 +9,8 @@ from lowtide.expressions import exp, graph_of, matmul, sum, var
 from lowtide.ir.graph import Graph
 from lowtide.tiles.early import early
 from lowtide.tiles.region import Region, grown
-from lowtide.tiles.tile import Cut, cut
+from lowtide.tiles.sliced import Cut
+from lowtide.tiles.tile import cut
 
 ROWS, NARROW, WIDE = 8, 2, 64
 

@@ -18,7 +18,8 @@ from lowtide.ir.simulate import simulate
 from lowtide.tiles.blocks import contracted
 from lowtide.tiles.early import early
 from lowtide.tiles.region import Region, grown, largest
-from lowtide.tiles.tile import Cut, cut
+from lowtide.tiles.sliced import Cut
+from lowtide.tiles.tile import cut
 from tests.helpers.drawn import drawn_results, drawn_training
 from tests.helpers.effort import examples
 from tests.helpers.sliced import assert_same, results_of

@@ -24,7 +24,8 @@ from lowtide.solvers.solution import GraphSolution
 from lowtide.tiles.blocks import TARGET, contracted
 from lowtide.tiles.early import early
 from lowtide.tiles.region import Region, grown, largest
-from lowtide.tiles.tile import Cut, cut
+from lowtide.tiles.sliced import Cut
+from lowtide.tiles.tile import cut
 
 COUNTS = (2, 4, 8, 16, 32)
 MOST_RUNGS = 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 import torch._functorch.config
 
@@ -42,3 +43,16 @@ def test_what_was_compiled_before_and_in_the_block_is_forgotten() -> None:
         assert len(compiled) == 2
     run(torch.ones(1))
     assert len(compiled) == 3
+
+
+def test_an_error_in_the_block_is_its_own_and_leaves_nothing_behind() -> None:
+    places: list[str] = []
+
+    def fail() -> None:
+        with compiling_afresh():
+            places.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    assert not os.path.exists(os.path.dirname(places[0]))

@@ -30,6 +30,7 @@ ROWS = (
     PeerRow("eager", PeerKind.EAGER, reading=reading(400, 10), predicted_peak_bytes=400 * MIB),
     PeerRow("checkpointing", PeerKind.LIBRARY, remark="timm's", reading=reading(150, 13)),
     PeerRow("compile 1", PeerKind.COMPILED, reading=reading(380, 8, difference="its loss is 3, eager's 2")),
+    PeerRow("compile 0.2", PeerKind.COMPILED, "there is no C++ compiler"),
     PeerRow("compile 0", PeerKind.COMPILED, "there is no C++ compiler"),
     PeerRow("compile + checkpointing", PeerKind.COMPILED, remark="timm's", reading=reading(140, 11)),
     planned("lowtide within checkpointing", 149, 11, 150),
@@ -45,6 +46,7 @@ def test_the_table_has_what_was_measured_and_dashes() -> None:
         "eager                            400.0      400.0  10.0 ms     1.00×",
         "checkpointing                    150.0          –  13.0 ms     1.30×",
         "compile 1                        380.0          –   8.0 ms     0.80×",
+        "compile 0.2                          –          –        –         –",
         "compile 0                            –          –        –         –",
         "compile + checkpointing          140.0          –  11.0 ms     1.10×",
         "lowtide within checkpointing     149.0      149.0  11.0 ms     1.10×",
@@ -55,7 +57,7 @@ def test_the_table_has_what_was_measured_and_dashes() -> None:
 def test_beneath_it_stands_what_went_wrong_and_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
     print_peers("net, on cpu", COMPARISON, ["small"])
     told = capsys.readouterr().out
-    assert "compile 0: there is no C++ compiler\n" in told
+    assert "compile 0.2, compile 0: there is no C++ compiler\n" in told
     assert "compile 1: it does not train as eager does: its loss is 3, eager's 2\n" in told
     assert "lowtide, lowest: 1.0 MiB over its budget\n" in told
     assert "note: checkpointing, compile + checkpointing: timm's\n" in told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -30,9 +30,8 @@ def print_peers(title: str, comparison: PeerComparison, notes: Sequence[str] = (
     page.print()
     page.print(shown(peers_table(comparison)))
     page.print()
-    for row in _told(comparison.rows):
-        for problem in problems(row):
-            page.print(Text(f"{row.label}: ", style="bold").append(problem, style="not bold"))
+    for labels, problem in _together(comparison.rows, problems):
+        page.print(Text(f"{labels}: ", style="bold").append(problem, style="not bold"))
     for note in (*_legend(comparison.rows), *_remarks(comparison.rows), *notes):
         page.print(Text(f"note: {note}", style="dim"))
     if comparison.interrupted:
@@ -74,15 +73,23 @@ def _legend(rows: Sequence[PeerRow]) -> Iterator[str]:
 
 
 def _remarks(rows: Sequence[PeerRow]) -> Iterator[str]:
-    """What is to be known of rows, once for all of which it holds."""
-    labels: dict[str, list[str]] = {}
-    for row in _told(rows):
-        if row.remark is not None:
-            labels.setdefault(row.remark, []).append(row.label)
-    for remark, of in labels.items():
-        yield f"{', '.join(of) if len(of) < _MANY else f'{of[0]} and {len(of) - 1} more'}: {remark}"
+    """What is to be known of rows."""
+    for labels, remark in _together(rows, lambda row: [row.remark] if row.remark else []):
+        yield f"{labels}: {remark}"
     if whole := len(rows) - len(_told(rows)):
         yield f"within {whole} of the budgets nothing runs in slices, so that tiles change nothing"
+
+
+def _together(
+    rows: Sequence[PeerRow], said_of: Callable[[PeerRow], Iterable[str]]
+) -> Iterator[tuple[str, str]]:
+    """What is said of rows, once for all of which it is said."""
+    labels: dict[str, list[str]] = {}
+    for row in _told(rows):
+        for said in said_of(row):
+            labels.setdefault(said, []).append(row.label)
+    for said, of in labels.items():
+        yield ", ".join(of) if len(of) < _MANY else f"{of[0]} and {len(of) - 1} more", said
 
 
 def _cells(row: PeerRow, unit: Unit) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.shared.subjects import Made
-from lowtide.compat.compiling import activation_budget
+from lowtide.compat.dynamo import activation_budget
 from lowtide.planner.checkpointed import run_segments
 from lowtide.planner.peer_ways import PARTS
 from lowtide.zoo.densenet import DenseNet

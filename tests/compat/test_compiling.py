@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch._functorch.config
 
-from lowtide.compat.compiling import activation_budget, compiling_afresh
+from lowtide.compat.compiling import compiling_afresh
+from lowtide.compat.dynamo import activation_budget
 
 
 def test_a_budget_holds_while_the_block_lasts() -> None:

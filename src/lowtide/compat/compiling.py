@@ -1,24 +1,17 @@
-"""What `torch.compile` is told beside its options, and how it is made to start from nothing."""
+"""How `torch.compile` is made to start from nothing."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
-from torch._functorch import config as _functorch_config
 from torch._inductor.utils import fresh_cache as _fresh_cache
 
 from lowtide.compat.private import Private
 
 PRIVATE = (
-    Private("torch._functorch.config", "holds the budget of the partitioner"),
-    Private(
-        "torch._functorch.config.activation_memory_budget",
-        "which part of what it would save for the backward a compiled graph may save",
-    ),
-    Private("torch._functorch.config.patch", "sets that budget, and puts it back"),
     Private(
         "torch._inductor.utils.fresh_cache", "an empty cache on disk, so that a compilation is really made"
     ),
@@ -49,9 +42,3 @@ def _empty_caches() -> Iterator[None]:
             error = found
     if error is not None:
         raise error
-
-
-def activation_budget(part: float) -> AbstractContextManager[None]:
-    """Graphs that are compiled in the block save this part of the bytes that they would save otherwise."""
-    change: AbstractContextManager[None] = _functorch_config.patch(activation_memory_budget=part)
-    return change

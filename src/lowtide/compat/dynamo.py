@@ -48,6 +48,10 @@ PRIVATE = (
     ),
     Private("torch._functorch.config.patch", "has it say otherwise, and puts it back"),
     Private(
+        "torch._functorch.config.activation_memory_budget",
+        "which part of what it would save for the backward a compiled graph may save",
+    ),
+    Private(
         "torch._dynamo.variables.user_defined.UserDefinedObjectVariable._supported_random_functions",
         "which of Python's random functions Dynamo follows: it looks once, and remembers",
     ),
@@ -125,6 +129,12 @@ def drawing_as_eager() -> AbstractContextManager[None]:
 def autocast_left_before_backward() -> AbstractContextManager[None]:
     """While the block runs, backwards are captured as they run where autocast is around the forward alone."""
     change: AbstractContextManager[None] = torch._functorch.config.patch(backward_pass_autocast="off")
+    return change
+
+
+def activation_budget(part: float) -> AbstractContextManager[None]:
+    """Graphs that are compiled in the block save this part of the bytes that they would save otherwise."""
+    change: AbstractContextManager[None] = torch._functorch.config.patch(activation_memory_budget=part)
     return change
 
 

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lowtide.compat.compiling import activation_budget, compiling_afresh
+from lowtide.compat.compiling import compiling_afresh
+from lowtide.compat.dynamo import activation_budget
 from lowtide.errors import BadRequest, InfeasibleBudget, LowtideError
 from lowtide.execute.apply import apply
 from lowtide.planner.checkpointed import switch_checkpointing_on

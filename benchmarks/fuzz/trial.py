@@ -218,6 +218,7 @@ def _spreads_of_captured(
         mine.gradients.keys() != other.gradients.keys() for mine, other in zip(found, expected, strict=True)
     ):
         return None
+    found = [_without_zeros(mine, eager) for mine, eager in zip(found, expected, strict=True)]
     spreads = [*map(distances, found, expected)]
     is_near = all(spread["the loss"] < CLOSE for spread in spreads)
     differs = any(any(spread.values()) for spread in spreads)

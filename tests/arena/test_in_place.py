@@ -174,6 +174,27 @@ def test_result_and_argument_must_lie_in_memory_alike(
         assert reasons(graph)[1] == (1, "the result does not lie in memory as 'x' does")
 
 
+def test_complex_numbers_are_not_written_over() -> None:
+    numbers = replace(PLAIN, shape=(3, 2), stride=(2, 1), dtype="complex64")
+    graph = seen_as(numbers, numbers, None)
+    assert take_overs(graph, straight(graph)) == ()
+    assert reasons(graph)[1] == (
+        1,
+        "kernels round complex numbers otherwise where they write over them, and 'x' has some",
+    )
+
+
+@pytest.mark.parametrize("target", ["aten.mul.Tensor", "aten.tanh_backward.default"])
+def test_a_kernel_for_real_numbers_rounds_alike_wherever_it_writes(target: str) -> None:
+    for kind in (torch.float32, torch.float64, torch.bfloat16):
+        x, y = torch.randn(2, 4, 33, 17, generator=torch.Generator().manual_seed(0)).to(kind)
+        args, over = [x, y.mT.contiguous().mT], x.clone()
+        plain = torch.empty_like(x)
+        writer(target, "cpu", args).bind(args, {}, [plain])()
+        writer(target, "cpu", args).bind([over, args[1]], {}, [over])()
+        assert torch.equal(over, plain)
+
+
 def test_two_results_in_one_value_are_not_written_over_anything() -> None:
     graph = pointwise("aten.neg.default", "aten.exp.default").graph(outputs=[2])
     twice = replace(graph, ops=(graph.ops[0], replace(graph.ops[1], outputs=(2, 2))))

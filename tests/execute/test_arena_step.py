@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import zoo
@@ -312,6 +313,39 @@ def test_parts_are_written_without_a_copy_of_the_arena() -> None:
     assert max(growth(blocks)) <= max(arena.report.extra_bytes, 4)
 
 
+class CheckpointedRecurrence(nn.Module):
+    """A recurrent layer that is taken apart as it runs, and turns its result in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.RNN(4, 3, batch_first=True, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(lambda x: self.layer(x)[0], x, use_reentrant=False)
+        return found.square().sum()
+
+
+def test_a_tensor_that_is_turned_in_place_is_turned_once() -> None:
+    torch.manual_seed(0)
+    model, x = CheckpointedRecurrence(), torch.randn(3, 5, 4)
+    plain = copy.deepcopy(model)
+    step = lowtide.in_arena(model, (x,))
+    for _ in range(2):
+        plain.zero_grad()
+        model.zero_grad(set_to_none=True)
+        expected = plain(x)
+        expected.backward()
+        assert torch.equal(step(), expected)
+        assert_trained_alike(plain, model)
+
+
+class Phases(nn.Module):
+    """What comes in is turned round, and lies in memory otherwise than the gradient of what goes out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.polar(torch.ones_like(x.mT), x.mT.contiguous())).sum(-1).mT
+
+
 class Frequencies(nn.Module):
     """The kernels that write where they are told compute elsewhere, and in another order of dimensions."""
 
@@ -331,6 +365,16 @@ def test_transforms_in_an_arena_take_what_the_report_says() -> None:
     step()
     blocks, _ = record_cpu(step)
     assert max(growth(blocks)) <= arena.report.extra_bytes
+
+
+def test_complex_numbers_in_an_arena_are_rounded_as_in_plain_training() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), Phases(), nn.Linear(8, 8)), torch.randn(3, 8, 8)
+    plain = copy.deepcopy(model)
+    expected = plain(x).square().sum()
+    expected.backward()
+    assert torch.equal(lowtide.in_arena(model, (x,), lambda found: found.square().sum())(), expected)
+    assert_trained_alike(plain, model)
 
 
 def test_half_precision_in_an_arena_is_plain_training_under_autocast() -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lowtide.ir.graph import Graph, Op, Phase, Ref
+from lowtide.ir.graph import Graph, Op, Phase, Ref, short_name
 
 BETWEEN_GRAPHS = -1  # the section of ops that run eagerly between captured graphs
+_TURNED = frozenset({"as_strided_", "t_", "transpose_", "unsqueeze_"})  # in place
 HANDED_ON = "lowtide.handed_on"  # an op that needs what others look at as well, and does nothing
 
 
@@ -46,8 +47,10 @@ def between_graphs(
 
 
 def does_nothing(op: Op) -> bool:
-    """Whether `op` only stands for something else that needs its values: there is no kernel to be called."""
-    return op.target.startswith("lowtide.") and not op.creates
+    """Whether there is no kernel to be called: `op` only stands for something else that needs its values, or
+    changes how a tensor lies in memory, which every look at it says by itself."""
+    stands_for_something = op.target.startswith("lowtide.") and not op.creates
+    return stands_for_something or short_name(op.target) in _TURNED
 
 
 def repeatable(graph: Graph) -> frozenset[int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -49,7 +50,7 @@ def main() -> None:
     measuring.add_argument("--rows", type=Path, required=True, help="where they are written")
     measuring.add_argument("--commit", default="unknown", help="of the code, to be written down")
     measuring.add_argument("--steps", help=f"some of {','.join(LARGE)}")
-    measuring.add_argument("--ways", help="those with one of these in their labels: eager,compile,inductor")
+    measuring.add_argument("--ways", help="those whose labels match, '^(eager|compile)' say")
     measuring.add_argument("--no-compile", action="store_true", help="nothing that is compiled")
     measuring.add_argument("--no-tiles", action="store_true", help="no plans with tiles")
     measuring.add_argument("--caches", action="store_true", help="compiled code may come from disk")
@@ -150,7 +151,7 @@ def wishes(chosen: argparse.Namespace, step: Step) -> PeerWishes:
 
 
 def is_chosen(chosen: argparse.Namespace, way: TrainingWay) -> bool:
-    return chosen.ways is None or any(word in way.label for word in chosen.ways.split(","))
+    return chosen.ways is None or re.search(chosen.ways, way.label) is not None
 
 
 def known_row(

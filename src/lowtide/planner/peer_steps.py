@@ -28,6 +28,7 @@ from lowtide.trace.spec import StepSpec
 _SEEDS = (1, 2, 3)  # other draws, to see how far these move a loss
 _SPREADS = 4  # times as far as these may others be
 _LOSS_ROUNDINGS, _GRADIENT_ROUNDINGS = 2, 8  # of the narrowest type
+_TF32 = 2.0**-10  # what convolutions on CUDA round to, and products where that is allowed
 _LOSS_PART, _GRADIENT_PART = 1e-4, 1e-3  # of sums in another order
 
 
@@ -162,6 +163,7 @@ class PeerSteps:
     def _eager(self) -> EagerResult | None:
         """What eager training makes; None where there is no room for it."""
         step = self._step(self.spec.model)
+        on_cuda = self.where.type == "cuda"
         kinds = {parameter.dtype for parameter in self.spec.model.parameters()}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,7 +184,7 @@ class PeerSteps:
             self.clean_up()
         return EagerResult(
             result,
-            max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0),
+            max([_TF32 * on_cuda, *(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)]),
             StepResult(
                 max((abs(other.loss - result.loss) for other in others), default=0.0),
                 max((abs(other.gradient_norm - result.gradient_norm) for other in others), default=0.0),

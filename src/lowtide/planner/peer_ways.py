@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -170,7 +169,7 @@ class PeerTrial:
 
     @cached_property
     def _engines(self) -> Sequence[PlanEngine]:
-        return (EagerKernels(self._ladder),)
+        return (PlanEngine("lowtide", self._ladder, draws_alike=True),)
 
     def _planned_ways(self, engine: PlanEngine) -> Iterator[TrainingWay]:
         kept = f"{engine.name}, {KEPT}"
@@ -203,8 +202,8 @@ class PeerTrial:
         yield ", lowest", LOWEST
 
     def _planned(self, engine: PlanEngine, label: str, budget: Budget, tiles: bool) -> PeerRow:
-        with engine.trained(budget, tiles) as planned:
-            reading = self.steps.measured(planned.model, engine.draws_alike)
+        planned = engine.planned(budget, tiles)
+        reading = self.steps.measured(planned.model, engine.draws_alike)
         return PeerRow(
             label,
             PeerKind.PLANNED,
@@ -247,45 +246,36 @@ class PlannedModel:
     remark: str | None
 
 
-class PlanEngine(ABC):
-    """What runs plans: which kernels, and whether their random numbers are those of eager training."""
-
-    name: ClassVar[str]
-    draws_alike: ClassVar[bool]
-
-    @abstractmethod
-    def trained(self, budget: Budget, tiles: bool) -> AbstractContextManager[PlannedModel]:
-        """A model that trains within the budget, for as long as the block lasts.
-
-        Raises:
-            InfeasibleBudget: no plan fits.
-            BadRequest: slices are asked for, and nothing runs in slices.
-        """
-
-
 @dataclass(frozen=True)
-class EagerKernels(PlanEngine):
-    """PyTorch's own kernels. All plans are for one capture of the step, and of one copy of the model."""
+class PlanEngine:
+    """Plans that run with one kind of kernels: all of one capture of the step, and for one copy of the model.
 
+    `draws_alike` is whether these kernels draw the random numbers of eager training.
+    """
+
+    name: str
     ladder: Ladder
-    name: ClassVar[str] = "lowtide"
-    draws_alike: ClassVar[bool] = True
+    draws_alike: bool
 
     @cached_property
     def _in_slices(self) -> Ladder:
         return self.ladder.in_slices()
 
-    @contextmanager
-    def trained(self, budget: Budget, tiles: bool) -> Iterator[PlannedModel]:
+    def planned(self, budget: Budget, tiles: bool) -> PlannedModel:
+        """The model, which trains within the budget from now on.
+
+        Raises:
+            InfeasibleBudget: no plan fits.
+            BadRequest: slices are asked for, and nothing runs in slices.
+        """
         ladder = self._in_slices if tiles else self.ladder
         started = time.perf_counter()
         solution = ladder.within(budget)
         seconds = time.perf_counter() - started
         if tiles and not _has_slices(solution):
             raise BadRequest(IN_ONE_PIECE)
-        model = apply(ladder.spec.model, solution, on_new_inputs="error")
-        yield PlannedModel(
-            model,
+        return PlannedModel(
+            apply(ladder.spec.model, solution, on_new_inputs="error"),
             seconds,
             _predicted(solution),
             solution.budget_bytes,

@@ -30,6 +30,7 @@ from lowtide.aot import capture
 from lowtide.cli.quiet import undisturbed
 from lowtide.compat.autograd import told_of_functions
 from lowtide.compat.composites import _other_ways, as_they_run
+from lowtide.compat.cudnn_rnn import recurrent_layers_by_cudnn
 from lowtide.compat.draws import filled_as_they_lie
 from lowtide.compat.dynamo_frames import Backends
 from lowtide.compat.fake_kernels import as_kernels_do
@@ -182,6 +183,10 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
         ),
     ),
     "compat/fake_rnn": (recurrent_layers_of_cudnn, ((fake_tensor, "op_implementations_checks"),)),
+    "compat/cudnn_rnn": (
+        recurrent_layers_by_cudnn,
+        tuple((torch._VF, name) for name in ("rnn_relu", "rnn_tanh", "lstm", "gru")),
+    ),
     "compat/autograd": (
         lambda: told_of_functions(lambda: None),
         ((torch.autograd.Function, "apply"),),

@@ -23,6 +23,7 @@ from lowtide.aot.casts import CAST_PER_GRAPH
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.held import HeldAround
 from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections
+from lowtide.compat.cudnn_rnn import recurrent_layers_by_cudnn
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import uncompiled
 from lowtide.compat.garbage import collecting_seldom
@@ -178,6 +179,7 @@ def _capture(
             recorder.sections.captured() as backend,
             faked(twins, [model, *criteria(loss, model)], None),
             over(recorder.batch, loss) as loss_of_fakes,
+            recurrent_layers_by_cudnn() if builder.device.startswith("cuda") else nullcontext(),
             cuda_rules() if builder.relabel else nullcontext(),
             outside_draws(recorder.guesses),
         ):

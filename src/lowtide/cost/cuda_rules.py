@@ -5,7 +5,8 @@ PyTorch chooses a kernel by device in a way that changes memory, the CUDA choice
 step is traced (`cuda_rules`), and what its kernels take beyond their outputs is known from measurements
 on an H200 with torch 2.11, cuDNN 9 (`price`, and benchmarks/ for how well it holds).
 
-Not imitated: fused recurrent layers (cuDNN's reserve is opaque) and kernels that only some cards have.
+Not imitated: kernels that only some cards have. Recurrent layers of cuDNN see to themselves: see
+`lowtide.compat.cudnn_rnn`.
 """
 
 from __future__ import annotations

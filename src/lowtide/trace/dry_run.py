@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lowtide.compat.autograd import told_of_functions
+from lowtide.compat.cudnn_rnn import recurrent_layers_by_cudnn
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.garbage import collecting_seldom
 from lowtide.compat.patches import patched
@@ -146,6 +147,8 @@ class StepRecorder(Recorder):
             stack.enter_context(outside_numbers(self.guesses))
             stack.enter_context(views_as_they_run(viewed))
             stack.enter_context(self.positions.watched())
+            if self.builder.device.startswith("cuda"):
+                stack.enter_context(recurrent_layers_by_cudnn())
             if self.builder.relabel:
                 stack.enter_context(cuda_rules())
             elif self.builder.device == "cpu":

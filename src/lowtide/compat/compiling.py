@@ -35,7 +35,9 @@ def compiling_afresh(from_cache: bool = False) -> Iterator[None]:
 @contextmanager
 def _empty_caches() -> Iterator[None]:
     error: Exception | None = None
-    with tempfile.TemporaryDirectory(prefix="lowtide-") as place, _fresh_cache(dir=place):
+    # a compiler that was interrupted may still be writing
+    directory = tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True)
+    with directory as place, _fresh_cache(dir=place):
         try:
             yield
         except Exception as found:  # noqa: BLE001  it is raised below: of one that passes there torch says more

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -238,6 +239,49 @@ def test_accumulation_is_predicted_to_the_byte(body: Callable[[torch.Tensor], to
         hidden.square().sum().backward()
 
     assert dry_run(step, model=model).timeline.growth_bytes == measured_growth(model, step)
+
+
+# Gradients that are filled: PyTorch makes zeros, and writes to them --------------------------------------
+
+
+class Spread(torch.autograd.Function):
+    """Picks columns. Its own backward makes a copy of the zeros that has some of them written."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(columns)
+        ctx.shape = hidden.shape
+        return hidden.detach()[:, columns]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (columns,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.shape).index_add(1, columns, gradient), None
+
+
+SOME = torch.arange(0, 512, 2)
+FILLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gather": lambda hidden: hidden.gather(1, torch.zeros(512, 16, dtype=torch.long)),
+    "index": lambda hidden: hidden[SOME],
+    "index_select": lambda hidden: hidden.index_select(0, SOME),
+    "topk": lambda hidden: hidden.topk(4, -1).values,
+    "max": lambda hidden: hidden.max(-1).values,
+    "take": lambda hidden: hidden.take(SOME),
+    "a function of the user's": lambda hidden: Spread.apply(hidden, SOME[:32] // 16),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("body", FILLED.values(), ids=FILLED)
+def test_gradients_of_what_was_chosen_are_predicted(body: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """To the byte, but for a kernel's workspace or a few indices."""
+    torch.manual_seed(0)
+    model, batch = nn.Linear(64, 64), torch.randn(512, 64)
+
+    def step() -> None:
+        body(model(batch)).exp().sum().backward()
+
+    predicted = dry_run(step, model=model).timeline.growth_bytes
+    assert predicted == pytest.approx(measured_growth(model, step), rel=0.005)
 
 
 # Views of what is changed in place: their gradients are written into new memory ---------------------------

@@ -47,6 +47,11 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def in_users_function() -> bool:
+    """Whether the node whose backward is running is a custom autograd function."""
+    return isinstance(running_node(), torch.autograd.function.BackwardCFunction)
+
+
 def number_of(node: Any) -> int:
     """The number of a node: they are counted, in each thread, as the forward makes them."""
     return int(node._sequence_nr())

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lowtide.compat.autograd import in_users_function
 from lowtide.compat.dispatch import TorchDispatchMode, is_plain_op, is_wrapper
 from lowtide.compat.fake import DataDependentOutputException, DynamicOutputShapeException, runs_for_real
 from lowtide.compat.tensors import map_tensors, storage_key, tensors_in
@@ -22,6 +23,7 @@ from lowtide.errors import CannotTrace
 from lowtide.ir.graph import Op, Phase
 from lowtide.trace.accumulation import Accumulation
 from lowtide.trace.fakes import Resident, Twins
+from lowtide.trace.filled_gradients import filled_in_place
 from lowtide.trace.graph_builder import GraphBuilder
 from lowtide.trace.known_values import Shadows
 from lowtide.trace.sizes import ResultSizes
@@ -115,6 +117,9 @@ class Recorder(TorchDispatchMode, ABC):
             detached = func is aten.detach.default
             args, kwargs = map_tensors(partial(self._fake, detached=detached), (args, kwargs))
         self.register_residents()
+        if spot.engine and args and isinstance(args[0], torch.Tensor) and not in_users_function():
+            last = self.builder.ops[-1] if self.builder.ops else None
+            func = filled_in_place(func, self.builder.value_of(args[0]), last)
         if func is aten.split_with_sizes.default:
             args = (args[0], self.parts(args[0], args[1], *args[2:3]), *args[2:])
         return self._record(func, args, kwargs, self._run(func, args, kwargs), spot)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lowtide.execute.executor import Executor, evaluate
     from lowtide.execute.memory import Memory
     from lowtide.execute.ops_forward import plans_of, remove
+    from lowtide.inductor.partitioner import Partitioner
     from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, Tensor, Value
     from lowtide.ir.schedule import Compute, Free, Schedule, straight
     from lowtide.ir.simulate import Allocator, Category, Timeline, simulate
@@ -109,6 +110,7 @@ __all__ = [
     "NotDifferentiable",
     "Op",
     "Origin",
+    "Partitioner",
     "PeerComparison",
     "Phase",
     "Plan",
@@ -211,6 +213,7 @@ _NAMES_OF_MODULE = {
     "cost.measure": ("Reading", "measure"),
     "execute.memory": ("Memory",),
     "arena.batch_norm": ("normalise_from_output",),
+    "inductor.partitioner": ("Partitioner",),
     "planner.api": ("optimize", "plan"),
     "planner.layers": ("Rehearsal",),
     "planner.peers": ("PeerComparison", "compare_peers"),

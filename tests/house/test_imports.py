@@ -25,18 +25,20 @@ MAY_IMPORT = {
     "autodiff": "ir",
     "arena": "ir",
     "tiles": "ir",
+    "fusion": "ir tiles",
     "chain": "text ir",
-    "solvers": "text ir tiles chain",
+    "solvers": "text ir tiles fusion chain",
     "lesson": "ir autodiff arena",
     "cost": "compat ir",
     "trace": "compat text ir cost",
-    "aot": "compat ir cost trace",
-    "execute": "compat text ir arena chain solvers cost trace aot",
-    "planner": "compat text ir tiles chain solvers cost trace aot execute",
+    "aot": "compat ir fusion cost trace",
+    "inductor": "compat text ir fusion solvers cost aot",
+    "execute": "compat text ir arena chain solvers cost trace aot inductor",
+    "planner": "compat text ir tiles fusion chain solvers cost trace aot inductor execute",
     "distributed": "compat text ir chain solvers cost trace aot execute planner",
-    "backend": "compat text ir solvers cost trace aot execute planner distributed",
+    "backend": "compat text ir fusion solvers cost trace aot inductor execute planner distributed",
 }
-WITHOUT_TORCH = {"errors", "text", "ir", "autodiff", "arena", "tiles", "chain", "solvers", "lesson"}
+WITHOUT_TORCH = {"errors", "text", "ir", "autodiff", "arena", "tiles", "fusion", "chain", "solvers", "lesson"}
 SURFACE = {"cli", "integrations", "report", "zoo"}
 ROOT = {"__init__", "__main__", "_version", "errors", "expressions", "testing"}
 # What brings torch along with it.

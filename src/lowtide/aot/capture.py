@@ -22,6 +22,7 @@ from lowtide.aot.between import nodes_between
 from lowtide.aot.casts import CAST_PER_GRAPH
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.held import HeldAround
+from lowtide.aot.kernels import Kernels
 from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections
 from lowtide.compat.cudnn_rnn import recurrent_layers_by_cudnn
 from lowtide.compat.dispatch import without_modes
@@ -121,6 +122,7 @@ def capture_forward(
     spares: Spares | None = None,
     expected: Collection[Assumption] = (),
     constants: Constants | None = None,
+    kernels: Kernels = Kernels.EAGER,
 ) -> Graph:
     """Like `capture`, with nothing but the model's forward handed to Dynamo, as when a plan is applied.
 
@@ -134,7 +136,15 @@ def capture_forward(
     """
     taken = tuple(dict.fromkeys((*assumptions, *(each for each in expected if isinstance(each, OfOneGraph)))))
     captured = partial(
-        _capture, model, example, loss, device, name, _step_around_forward, constants=constants
+        _capture,
+        model,
+        example,
+        loss,
+        device,
+        name,
+        _step_around_forward,
+        constants=constants,
+        kernels=kernels,
     )
     try:
         graph = captured(taken, spares)
@@ -170,11 +180,12 @@ def _capture(
     assumptions: Collection[Assumption] = (),
     spares: Spares | None = None,
     constants: Constants | None = None,
+    kernels: Kernels = Kernels.EAGER,
 ) -> Graph:
     model = uncompiled(model)
     with without_modes(), torch.inference_mode(False), torch.enable_grad(), collecting_seldom():
         builder, twins = stage([model], device, name or type(model).__name__, Origin.JOINT)
-        recorder = _GraphRecorder(builder, twins, model, assumptions)
+        recorder = _GraphRecorder(builder, twins, model, assumptions, kernels)
         with (
             recorder.sections.captured() as backend,
             faked(twins, [model, *criteria(loss, model)], None),
@@ -251,12 +262,17 @@ class _GraphRecorder(Recorder):
     supports_higher_order_operators = True
 
     def __init__(
-        self, builder: GraphBuilder, twins: Twins, model: nn.Module, assumptions: Collection[Assumption]
+        self,
+        builder: GraphBuilder,
+        twins: Twins,
+        model: nn.Module,
+        assumptions: Collection[Assumption],
+        kernels: Kernels = Kernels.EAGER,
     ) -> None:
         super().__init__(builder, twins)
         modules = Modules(model)
         self._held = HeldAround(builder)
-        self.sections = Sections(modules, assumptions, self._is_zero, self._held.returned)
+        self.sections = Sections(modules, assumptions, self._is_zero, self._held.returned, kernels)
         self._eagerly = Eagerly(model, modules)
         self.guesses = Guesses(lambda: self.builder, self.shadows, self.sizes)
         self._leaves: list[Resident] = []  # what may get a gradient

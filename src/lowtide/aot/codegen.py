@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -23,10 +23,12 @@ from torch import fx
 from lowtide.aot.eager_kernels import is_drawn_with, without_updates
 from lowtide.aot.halves import Halves
 from lowtide.compat.dynamo import take_a_list
+from lowtide.compat.inductor import BLOCK, WRITTEN, as_block
 from lowtide.compat.kernels import rnn_layer_for_training
 from lowtide.compat.tensors import leaves, storage_key, tensors_in
 from lowtide.cost.op_bench import constant_of, resolve
 from lowtide.errors import CannotApply
+from lowtide.fusion.fuse import of_ops, steps_of_ops
 from lowtide.ir.graph import Arg, Graph, Op, Phase, Ref, Symbol, Tensor, argument_tensors
 from lowtide.ir.recomputable import does_nothing
 from lowtide.ir.schedule import Compute, Free, Schedule, Step
@@ -65,34 +67,50 @@ _SAME = (aten.detach.default, aten.alias.default)  # where there is no autograd,
 class SectionCode:
     """The code for one section: the forward's results are the user's, then what the backward takes first."""
 
+    forward: HalfCode
+    backward: HalfCode | None
+
+
+class HalfCode(Protocol):
+    """Half of a section, as it runs."""
+
+    def forward(self, args: list[Any]) -> Any:
+        """Its results. Empties `args`."""
+
+
+@dataclass(frozen=True)
+class WrittenCode(SectionCode):
+    """The same as graphs, which run op by op."""
+
     forward: fx.GraphModule
     backward: fx.GraphModule | None
 
 
-def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> SectionCode:
+def emit(halves: Halves, graph: Graph, schedule: Schedule, section: int) -> WrittenCode:
     """The code that does what `schedule` plans for `section` of `graph`.
 
     Raises:
         CannotApply: the ops of `halves` are not those of the section, or sizes in it are not numbers.
     """
-    part = _SectionOps(halves, graph, section)
-    forward_steps, backward_steps = _steps_of(graph, schedule, section)
+    written = frozenset[int]() if graph.fused is None else graph.fused.written
+    part = _SectionOps(halves, of_ops(graph), section, written, apart=graph.fused is not None)
+    forward_steps, backward_steps = (
+        steps_of_ops(graph, steps) for steps in _steps_of(graph, schedule, section)
+    )
     forward = _Half(part)
     for node in halves.given:
         forward.add_placeholder(node)
-    for step in forward_steps:
-        forward.do(step)
+    forward.do_all(forward_steps)
     results = [forward.get(result) for result in halves.made]
     if halves.backward is None:
-        return SectionCode(forward.finish(results), None)
+        return WrittenCode(forward.finish(results), None)
     backward = _Half(part, before=forward)
     for node in halves.tangents:
         backward.add_placeholder(node)
-    for step in backward_steps:
-        backward.do(step)
+    backward.do_all(backward_steps)
     gradients = [backward.wanted(result) for result in halves.gradients]
     results += backward.saved
-    return SectionCode(forward.finish(results), backward.finish(gradients))
+    return WrittenCode(forward.finish(results), backward.finish(gradients))
 
 
 def kind_of(halves: Halves) -> int:
@@ -108,6 +126,7 @@ def kind_of(halves: Halves) -> int:
 
 def kind_of_section(graph: Graph, section: int) -> int:
     """The same for a section of a step."""
+    graph = of_ops(graph)
     graph = graph if graph.tiled is None else graph.tiled.plain
     ops = [op for op in graph.ops if op.section == section and not does_nothing(op)]
     return hash(
@@ -127,8 +146,14 @@ class _SectionOps:
     there were blocks.
     """
 
-    def __init__(self, halves: Halves, graph: Graph, section: int) -> None:
+    def __init__(
+        self, halves: Halves, graph: Graph, section: int, written: frozenset[int], *, apart: bool
+    ) -> None:
         self.graph = graph
+        self.written = written
+        # The blocks that are to be functions of their own, by each of their ops.
+        tiles = graph.tiled.blocks if apart and graph.tiled is not None else ()
+        self.block_of = {op: tile.first for tile in tiles for op in range(tile.first, tile.stop)}
         self._plain = graph if graph.tiled is None else graph.tiled.plain
         self.modules = [half for half in (halves.forward, halves.backward) if half is not None]
         self._nodes = {node.name: node for node in halves.forward.graph.nodes}
@@ -219,12 +244,42 @@ class _Half:
         self._drawn: dict[fx.Node, fx.Node] = {}  # a dropout, and what it made beside the mask
         self._first: fx.Node | None = None  # the placeholder before which further ones are put
         self._slices: dict[int, tuple[Tensor, fx.Node]] = {}  # what blocks have made that is theirs, by value
+        self._functions: list[fx.GraphModule] = []  # blocks that are functions of their own
 
     def add_placeholder(self, node: fx.Node) -> None:
         """`node` is given from outside."""
         made = self.graph.placeholder(node.name)
         self._first = self._first or made
         self.env[node] = made
+
+    def do_all(self, steps: Sequence[Step]) -> None:
+        """Write down steps of the schedule; blocks that are to be functions of their own are called."""
+        for is_block, together in _by_blocks(steps, self.part.block_of):
+            if is_block:
+                self._call_block(together)
+            else:
+                for step in together:
+                    self.do(step)
+
+    def _call_block(self, steps: Sequence[Step]) -> None:
+        """Steps of one block as a function of what it takes. Whoever compiles this calls it as it is."""
+        inner = _BlockCode(self)
+        for step in steps:
+            if isinstance(step, Free) and step.value not in inner.made:
+                continue
+            inner.do(step)
+        module, looks = inner.taken_out()
+        key, function = as_block(module, [(look.shape, look.stride, look.dtype) for look in looks.values()])
+        self._functions.append(function)
+        made = self.graph.call_function(BLOCK, (key, list(inner.given)))
+        for position, (value, look) in enumerate(looks.items()):
+            result = self.graph.call_function(operator.getitem, (made, position))
+            self._begin_anew(value)
+            self._slices[value] = look, result
+            self._stand_for(value, result)
+        for step in steps:
+            if isinstance(step, Free) and step.value not in inner.made:
+                self.do(step)
 
     def do(self, step: Step) -> None:
         """Write down one step of the schedule."""
@@ -257,6 +312,8 @@ class _Half:
             self.env[node] = self._drawn.pop(drawing)
         else:
             self.env[node] = self._call(node, args)
+        if op.id in self.part.written:
+            self.env[node] = self.graph.call_function(WRITTEN, (self.env[node],))
         self._latest = node
         if node.target is aten.native_dropout.default:
             self._drawn[node] = self.graph.call_function(operator.getitem, (self.env[node], 0))
@@ -268,9 +325,7 @@ class _Half:
     def _compute_slice(self, op: Op) -> None:
         """An op of a block: called as the graph says, for there is no node that does this."""
         for value in op.creates:
-            for member in self.part.members.get(value, ()):
-                self.env.pop(member, None)
-                self._given_up.discard(member)
+            self._begin_anew(value)
         args = tuple(self._real(arg) for arg in op.args)
         options = {name: self._real(arg) for name, arg in op.kwargs}
         target = resolve(op.target)
@@ -290,6 +345,12 @@ class _Half:
             result = self.graph.call_function(as_planned, (result, tensor.shape, tensor.stride))
             self._slices[tensor.value] = tensor, result
             self._stand_for(tensor.value, result)
+
+    def _begin_anew(self, value: int) -> None:
+        """A value is about to be made: whatever looked at it before does so no longer."""
+        for member in self.part.members.get(value, ()):
+            self.env.pop(member, None)
+            self._given_up.discard(member)
 
     def _looked_at(self, tensor: Tensor) -> tuple[Tensor, fx.Node]:
         """A node that looks at the value of `tensor`, and how."""
@@ -371,7 +432,11 @@ class _Half:
             for module in self.part.modules
             if hasattr(module, name)
         }
-        return fx.GraphModule(attributes, self.graph)
+        module = fx.GraphModule(attributes, self.graph)
+        module.__dict__["blocks"] = tuple(
+            self._functions
+        )  # they are called by their keys, as long as they are there
+        return module
 
     def _is_result_of_another_time(self, node: fx.Node) -> bool:
         """Whether `node` is one of several results of an op that has not run here."""
@@ -406,6 +471,55 @@ class _Half:
 
     def _map(self, args: Any) -> Any:
         return fx.node.map_arg(args, lambda node: self.get(_itself(node)))
+
+
+class _BlockCode(_Half):
+    """The function of one block while it is written, inside of a half."""
+
+    def __init__(self, half: _Half) -> None:
+        super().__init__(half.part)
+        self._half = half
+        self.given: dict[fx.Node, fx.Node] = {}  # nodes of the half -> what stands for them here
+        self.made: set[int] = set()
+
+    def do(self, step: Step) -> None:
+        if step.runs is not None:
+            self.made.update(self.part.graph.ops[step.runs].creates)
+        super().do(step)
+
+    def _looked_at(self, tensor: Tensor) -> tuple[Tensor, fx.Node]:
+        if tensor.value in self._slices:
+            return self._slices[tensor.value]
+        base, node = self._half._looked_at(tensor)
+        if node not in self.given:
+            before = next(reversed(self.given.values()), None)
+            with self.graph.inserting_before() if before is None else self.graph.inserting_after(before):
+                self.given[node] = self.graph.placeholder(f"given_{len(self.given)}")
+        return base, self.given[node]
+
+    def _stand_for(self, value: int, made: fx.Node) -> None:
+        """Here no nodes of the halves are looked at: everything is called as the graph says."""
+
+    def taken_out(self) -> tuple[fx.GraphModule, dict[int, Tensor]]:
+        """The function, and what it leaves behind: values, with how its results look at them."""
+        left = {value: self._slices[value] for value in sorted(self._slices)}
+        module = self.finish([node for _, node in left.values()])
+        return module, {value: look for value, (look, _) in left.items()}
+
+
+def _by_blocks(steps: Sequence[Step], block_of: Mapping[int, int]) -> Iterator[tuple[bool, list[Step]]]:
+    """The steps in stretches: those of one block, and those of none. What is freed belongs to what ran."""
+    block: int | None = None
+    together: list[Step] = []
+    for step in steps:
+        of = block if step.runs is None else block_of.get(step.runs)
+        if of != block and together:
+            yield block is not None, together
+            together = []
+        block = of
+        together.append(step)
+    if together:
+        yield block is not None, together
 
 
 def look(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], step: int) -> torch.Tensor:

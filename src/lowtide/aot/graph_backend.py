@@ -18,6 +18,7 @@ from torch import fx
 from lowtide.aot.casts import cast_once
 from lowtide.aot.eager_kernels import use_eager_kernels
 from lowtide.aot.halves import Halves, identity, results_of
+from lowtide.aot.kernels import Kernels
 from lowtide.aot.known import NOTHING, Known
 from lowtide.aot.mark import Mark
 from lowtide.aot.unreached import Unreached
@@ -47,7 +48,8 @@ class CapturedGraph(ABC):
     which nothing needs a backward there is none, and they are there when the forward is compiled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Kernels = Kernels.EAGER) -> None:
+        self.kernels = kernels
         self._apart: TakenApart | None = None
 
     # What a kind of backend decides ---------------------------------------------------------------------
@@ -120,6 +122,7 @@ class TakenApart:
             bw_compiler=self._compile_backward,
             partition_fn=self._partition,
             keep_inference_input_mutations=True,  # updates of buffers become ops of the forward
+            decompositions=dict(self.runs.kernels.decompositions),
         )
         with (
             drawing_as_eager(),

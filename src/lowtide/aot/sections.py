@@ -25,6 +25,7 @@ from torch import fx, nn
 from lowtide.aot.casts import SharedCasts
 from lowtide.aot.graph_backend import CapturedGraph, TakenApart
 from lowtide.aot.halves import module_stack
+from lowtide.aot.kernels import Kernels
 from lowtide.aot.known import known_of
 from lowtide.aot.mark import Mark
 from lowtide.aot.unused_outputs import differentiable_outputs
@@ -223,7 +224,9 @@ class Sections:
         assumptions: Collection[Assumption] = (),
         is_zero: Callable[[torch.Tensor], bool] = lambda _: False,
         returned: Callable[[int, Sequence[Any]], None] = lambda _, __: None,
+        kernels: Kernels = Kernels.EAGER,
     ) -> None:
+        self.kernels = kernels
         self.modules = modules
         self.assumptions = assumptions
         self.is_zero = is_zero
@@ -308,7 +311,7 @@ class _WalkedGraph(CapturedGraph):
     """One captured graph: makes a section of each of its runs."""
 
     def __init__(self, sections: Sections, number: int, outputs: Sequence[int]) -> None:
-        super().__init__()
+        super().__init__(sections.kernels)
         self.number = number  # the section that comes next: Dynamo may compile several, and run the last
         self.outputs = outputs  # those that autograd may hand a gradient to
         self.zeros: set[int] | None = None  # which of these got zeros, whenever a backward ran

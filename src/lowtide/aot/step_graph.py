@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from lowtide.aot.capture import capture_forward
 from lowtide.aot.graph_backend import Spares
+from lowtide.aot.kernels import Kernels
 from lowtide.aot.tangents import with_held_tangents
 from lowtide.cost.price import with_costs
 from lowtide.errors import BadRequest
@@ -36,6 +37,8 @@ def step_graph(
         BadRequest: `accumulate` is not positive, or nothing can be trained.
     """
     check_accumulation(spec.accumulate)
+    kernels = Kernels.named(spec.kernels)
+    kernels.check(plain.graph.device)
     captured = capture_forward(
         spec.model,
         spec.example,
@@ -45,6 +48,7 @@ def step_graph(
         assumptions=plain.graph.assumptions,
         spares=spares,
         expected=expected,
+        kernels=kernels,
     )
     graph = with_held_tangents(with_costs(captured, spec.progress) if spec.profile else captured)
     if spec.accumulate > 1:

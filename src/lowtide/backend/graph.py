@@ -30,7 +30,7 @@ class StepGraph(PlannedGraph):
     """One captured graph, watched while it follows a plan of its own, and then planned with the others."""
 
     def __init__(self, step: CompiledStep) -> None:
-        super().__init__()
+        super().__init__(step.request.kernels)
         self._step = step
         self._drawn: Drawn | None = None
         self._alone: SectionCode | None = None

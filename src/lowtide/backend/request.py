@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.aot.kernels import Kernels
 from lowtide.errors import BadRequest, UnknownMethod
 from lowtide.solvers import methods, schedulers
 from lowtide.text.budget import Budget
 
-_OPTIONS = ("budget", "method", "profile", "tiles")
+_OPTIONS = ("budget", "method", "profile", "tiles", "kernels")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Request:
     method: str
     profile: bool
     tiles: bool
+    kernels: Kernels = Kernels.EAGER
 
     @staticmethod
     def read(options: Mapping[str, Any] | None) -> Request:
@@ -44,4 +46,5 @@ class Request:
         if method not in schedulers():
             raise UnknownMethod(method, schedulers())
         wishes = bool(given.get("profile", True)), bool(given.get("tiles", False))
-        return Request(Budget.parse(budget).bytes, method, *wishes)
+        kernels = Kernels.named(str(given.get("kernels", Kernels.EAGER)))
+        return Request(Budget.parse(budget).bytes, method, *wishes, kernels)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from lowtide.aot.kernels import Kernels
 from lowtide.backend.request import Request
 from lowtide.compat.ddp import active_wrapper
 from lowtide.cost.price import with_costs
@@ -13,11 +14,14 @@ from lowtide.distributed.agreement import TIMEOUT_SECONDS, agreed, largest
 from lowtide.distributed.ddp import with_buckets
 from lowtide.errors import InfeasibleBudget
 from lowtide.execute.identity import skeleton
+from lowtide.fusion.fuse import of_ops
+from lowtide.inductor.kinds import kind_of
 from lowtide.ir.graph import Graph, Phase, Role, Value
 from lowtide.ir.recomputable import between_graphs
 from lowtide.ir.simulate import simulate
 from lowtide.planner.promise import safe_peak_bytes
 from lowtide.solvers import quickly, solve
+from lowtide.solvers.kernels import in_kernels
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
@@ -38,7 +42,7 @@ def planned_alone(graph: Graph, request: Request) -> GraphSolution:
         InfeasibleBudget: the graph alone needs more than the budget.
     """
     budget_bytes = request.budget_bytes
-    sparingly = replace(request, budget_bytes=None, tiles=False)
+    sparingly = replace(request, budget_bytes=None, tiles=False, kernels=Kernels.EAGER)
     lowest = solved_by_all(graph, sparingly)
     if budget_bytes is not None and lowest.peak_bytes > budget_bytes:
         if request.tiles:
@@ -123,10 +127,17 @@ def _in_slices(graph: Graph, request: Request) -> Graph:
         lambda sliced: solve(sliced, quick, LOWEST),
         is_lowest=request.budget_bytes is None,
     )
-    return graph if found is None else found.graph
+    return graph if found is None else of_ops(found.graph)
 
 
 def _solved_by(method: str | Scheduler, graph: Graph, request: Request) -> GraphSolution:
+    """A schedule of a graph, or of the kernels that it is compiled to."""
+    if request.kernels is Kernels.EAGER:
+        return _best(method, graph, request)
+    return in_kernels(graph, kind_of, lambda kernels: _best(method, kernels, request))
+
+
+def _best(method: str | Scheduler, graph: Graph, request: Request) -> GraphSolution:
     if request.budget_bytes is None:
         return solve(graph, method, LOWEST)
     resident = sum(graph.counted_bytes(value) for value in graph.resident)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from lowtide.aot.codegen import SectionCode, emit
+from lowtide.aot.halves import Halves
 from lowtide.aot.mark import Mark
 from lowtide.aot.tangents import with_held_tangents
 from lowtide.backend.graph import StepGraph
@@ -21,9 +22,12 @@ from lowtide.compat.autograd import after_backward
 from lowtide.compat.ddp import let_go_of_old_buckets
 from lowtide.compat.dynamo_caches import forget_tracing
 from lowtide.compat.tensors import StorageWeakRef
+from lowtide.execute.corrected import Corrected
+from lowtide.inductor.section import generated_section
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
+from lowtide.solvers.refereed import extra_seconds
 from lowtide.solvers.solution import GraphSolution
 from lowtide.text.units import format_bytes
 
@@ -55,6 +59,8 @@ class StepPlan:
     shared: int
     solution: GraphSolution
     sections: tuple[SectionCode | None, ...]
+    corrected: Corrected
+    planned: tuple[int, ...]  # the graphs that the solution is of, by when they run
 
 
 @dataclass
@@ -181,6 +187,7 @@ class CompiledStep:
             self._runs = []
             return
         path = self._path_of(tuple(run.graph for run in runs))
+        self._correct(path)
         if not path.is_planned and all(run.watched is not None for run in runs):
             path.plan = self._planned(path, runs)
             self._plans.append(path.plan)
@@ -205,15 +212,55 @@ class CompiledStep:
         parts = [alone[at] if at < path.shared else run for at, run in watched.items()]
         whole = self._with_others(parts)
         solution = solved_by_all(whole, self.request)
-        codes = {
-            at: emit(runs[at].graph.halves, solution.graph, solution.schedule, section)
-            for section, at in enumerate(watched)
-            if at >= path.shared
-        }
         first = self._with_others(list(alone.values()))
         self._tell_of_first(simulate(first, straight(first)).peak_bytes)
-        sections = tuple(codes.get(at) for at in range(len(runs)))
-        return StepPlan(len(self._plans), path.shared, solution, sections)
+        graphs = {at: runs[at].graph for at in watched}
+        return self._plan(path, solution, graphs, len(runs), self._correcting(solution))
+
+    def _correcting(self, solution: GraphSolution) -> Corrected:
+        """What becomes known of the code that is generated for a solution."""
+        return Corrected(solution.graph, solution.schedule, self.request.budget_bytes)
+
+    def _plan(
+        self,
+        path: Path,
+        solution: GraphSolution,
+        graphs: Mapping[int, StepGraph],
+        runs: int,
+        corrected: Corrected,
+    ) -> StepPlan:
+        """A solution as code for these of the graphs of a step, by when they run."""
+        halves = {at: graph.halves for at, graph in graphs.items()}
+        codes = {
+            at: self._with_kernels(halves[at], solution, section, corrected)
+            for section, at in enumerate(halves)
+            if at >= path.shared
+        }
+        sections = tuple(codes.get(at) for at in range(runs))
+        return StepPlan(len(self._plans), path.shared, solution, sections, corrected, tuple(graphs))
+
+    def _with_kernels(
+        self, halves: Halves, solution: GraphSolution, section: int, corrected: Corrected
+    ) -> SectionCode:
+        code = emit(halves, solution.graph, solution.schedule, section)
+        if solution.graph.fused is None:
+            return code
+        return generated_section(code, halves.user_results, corrected.reading(section))
+
+    def _correct(self, path: Path) -> None:
+        """Where generated code was found to need more than its plan says, follow another plan from now on."""
+        plan = path.plan
+        if plan is None or not path.is_planned or (schedule := plan.corrected.next_plan()) is None:
+            return
+        solution = replace(
+            plan.solution,
+            schedule=schedule,
+            peak_bytes=simulate(plan.solution.graph, schedule).peak_bytes,
+            extra_seconds=extra_seconds(plan.solution.graph, schedule),
+        )
+        graphs = {at: path.graphs[at] for at in plan.planned}
+        path.plan = self._plan(path, solution, graphs, len(path.graphs), plan.corrected)
+        self._plans.append(path.plan)
 
     def _with_others(self, runs: Sequence[Run]) -> Graph:
         """The graph of a step with these runs, and what is there besides."""

@@ -27,7 +27,7 @@ def answer_layers(
     from lowtide.planner.verify import tried
     from lowtide.text.progress import waiting
 
-    refuse_op_level_requests(budget, accumulate, asked.tiles)
+    refuse_op_level_requests(budget, accumulate, asked.tiles, asked.kernels)
     with undisturbed():
         with waiting("building the model"):
             setup = asked.load()

@@ -108,6 +108,14 @@ tiles_option = click.option(
     help="Let stretches of the step run in slices where that pays, so that it peaks below what one op needs.",
 )
 
+kernels_option = click.option(
+    "--kernels",
+    type=click.Choice(["eager", "inductor"]),
+    default="eager",
+    show_default=True,
+    help="Whose kernels run the plan: those of plain training, or code that Inductor generates.",
+)
+
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
 )

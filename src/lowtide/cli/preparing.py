@@ -32,6 +32,7 @@ class Asked:
     profile: bool
     real: bool = False  # so that steps can be run
     tiles: bool = False
+    kernels: str = "eager"
 
     def load(self) -> Setup:
         """Its model, which takes no memory unless it is real, and its batch."""
@@ -54,6 +55,7 @@ class Asked:
             setup.name,
             progress,
             self.tiles,
+            self.kernels,
         )
 
 

@@ -152,7 +152,7 @@ def _planned_layers(
     from lowtide.report.content.contents import of_layers
     from lowtide.report.content.curve import Curve
 
-    refuse_op_level_requests(budget, accumulate, asked.tiles)
+    refuse_op_level_requests(budget, accumulate, asked.tiles, asked.kernels)
     rehearsal = rehearsed(asked, setup)
     chain = rehearsal.chain(cutting.granularity, cutting.modules or None)
     solution = rehearsal.within(chain, method, budget)

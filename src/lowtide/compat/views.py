@@ -22,6 +22,8 @@ PRIVATE = (
     Private("torch.ops.aten._unsafe_view.default", "looks at a new tensor in another shape"),
 )
 
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)  # as strides allow
+
 Ints = tuple[int, ...]
 Strides = Callable[[Ints, Ints, Ints], Ints | None]  # of a shape, its strides and another shape
 
@@ -30,7 +32,7 @@ Strides = Callable[[Ints, Ints, Ints], Ints | None]  # of a shape, its strides a
 def views_as_they_run(strides_of: Strides) -> Iterator[None]:
     """While the block runs, fakes looked at in another shape have the strides that `strides_of` says."""
     before = fake_impls.op_implementations_dict
-    ops = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+    ops = VIEWS
 
     def look(mode: Any, op: Any, tensor: torch.Tensor, *shape: Any, **options: Any) -> Any:
         found = before[op](mode, op, tensor, *shape, **options)

@@ -86,7 +86,7 @@ def course_of(
     """
     if isinstance(solution, Solution):
         return LayerCourse(model, solution, astray)
-    execution = Execution(solution.graph, solution.schedule, spares, astray)
+    execution = Execution(solution.graph, solution.schedule, spares, astray, solution.budget_bytes)
     backend = execution.backend
     compiled = torch.compile(own or type(model).forward, backend=backend, dynamic=False)
     course = OpsCourse(execution, backend, compiled, is_method=own is None)

@@ -21,14 +21,17 @@ import torch
 from torch import fx
 
 from lowtide.aot.between import beyond, nodes_between
-from lowtide.aot.codegen import SectionCode, emit, kind_of, kind_of_section
+from lowtide.aot.codegen import SectionCode, WrittenCode, emit, kind_of, kind_of_section
 from lowtide.aot.draw import drawn
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.halves import identity
+from lowtide.aot.kernels import Kernels
 from lowtide.aot.known import known_of
 from lowtide.aot.mark import Mark
 from lowtide.aot.planned_graph import PlannedGraph
 from lowtide.compat.dynamo import take_a_list
+from lowtide.execute.corrected import Corrected
+from lowtide.inductor.section import generated_section
 from lowtide.ir.assumptions import NodesBetween
 from lowtide.ir.graph import Graph
 from lowtide.ir.keep import keep_only
@@ -53,8 +56,11 @@ class Execution:
         schedule: Schedule,
         spares: Spares | None = None,
         astray: Callable[[str], None] = lambda how: None,
+        budget_bytes: int | None = None,
     ) -> None:
         self.graph = graph
+        self._corrected = Corrected(graph, schedule, budget_bytes)
+        self.kernels = Kernels.EAGER if graph.fused is None else Kernels.INDUCTOR
         self.schedules = [
             schedule
         ]  # the last one is followed; forwards before it may still wait for their backward
@@ -76,6 +82,12 @@ class Execution:
         sections = 1 + max((op.section for op in self.graph.ops), default=-1)
         return [kind_of_section(self.graph, section) for section in range(sections)]
 
+    def with_kernels(self, code: WrittenCode, user_results: int, section: int) -> SectionCode:
+        """The code for a section, run by the kernels that the plan is for."""
+        if self.kernels is Kernels.EAGER:
+            return code
+        return generated_section(code, user_results, self._corrected.reading(section))
+
     @property
     def sections(self) -> int:
         """How many graphs the planned step runs."""
@@ -86,7 +98,14 @@ class Execution:
         self.schedules.append(schedule)
 
     def begin(self) -> None:
-        """A forward of the whole model begins."""
+        """A forward of the whole model begins.
+
+        Raises:
+            InfeasibleBudget: no code that was generated for any plan was within the budget.
+        """
+        better = self._corrected.next_plan()
+        if better is not None:
+            self.follow(better)
         self._waiting, self._latest = list(range(len(self._kinds))), -1
         if self._has_begun:
             self._spares.hold(())  # whatever is compiled later is compiled because something has changed
@@ -138,7 +157,7 @@ class _ScheduledGraph(PlannedGraph):
     """One captured graph, and the code for each section that it serves."""
 
     def __init__(self, execution: Execution) -> None:
-        super().__init__()
+        super().__init__(execution.kernels)
         self._execution = execution
         self._planned: dict[Mark, SectionCode] = {}
 
@@ -154,7 +173,7 @@ class _ScheduledGraph(PlannedGraph):
         the whole step was to take: then it goes as low as it can by itself.
         """
         if self.halves.backward is None:
-            return SectionCode(_taking_a_list(self.halves.forward), None)
+            return WrittenCode(_taking_a_list(self.halves.forward), None)
         graph = drawn(self.halves, frozenset()).graph
         least = keep_only(graph, frozenset(), is_part=True)
         if simulate(graph, least).growth_bytes > self._execution.growth_bytes:
@@ -177,7 +196,8 @@ class _ScheduledGraph(PlannedGraph):
         if mark not in self._planned:
             execution = self._execution
             schedule = execution.schedules[mark.plan]
-            self._planned[mark] = emit(self.halves, execution.graph, schedule, mark.section)
+            code = emit(self.halves, execution.graph, schedule, mark.section)
+            self._planned[mark] = execution.with_kernels(code, self.halves.user_results, mark.section)
         return self._planned[mark]
 
 

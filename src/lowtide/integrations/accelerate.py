@@ -32,6 +32,7 @@ def prepare(
     on_new_shape: str = "plan",
     progress: bool = True,
     tiles: bool = False,
+    kernels: str = "eager",
 ) -> tuple[Any, ...]:
     """`accelerator.prepare(model, optimizer, *others)`, and the model trains within `budget`.
 
@@ -42,7 +43,8 @@ def prepare(
 
     `loss` makes one number of the model's output, as the loop does; it is used for planning alone, with the
     output of any batch. It may be left out if the output is the loss or carries it. `budget`,
-    `method`, `on_new_shape` and `tiles` are as in `lowtide.optimize`, and so is what is raised later.
+    `method`, `on_new_shape`, `tiles` and `kernels` are as in `lowtide.optimize`, and so is what is raised
+    later.
 
     `lowtide.remove(accelerator.unwrap_model(model))` takes the plan off.
 
@@ -62,6 +64,7 @@ def prepare(
         on_new_shape=on_new_shape,
         progress=bar_while_planning(progress and accelerator.is_local_main_process),
         tiles=tiles,
+        kernels=kernels,
     )
     return tuple(prepared)
 

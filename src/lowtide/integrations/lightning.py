@@ -53,8 +53,8 @@ class LowtideCallback(Callback):  # type: ignore[misc]
 
     `module` names a submodule to plan in its stead ("net"), with a `loss` that makes one number of its
     output, unless that carries one: for a `training_step` that cannot be captured. What happens
-    outside of the module is not counted then. `budget`, `method`, for ops, `on_new_shape` and `tiles` are as
-    in `lowtide.optimize`. With `progress` a terminal shows how far planning is.
+    outside of the module is not counted then. `budget`, `method`, for ops, `on_new_shape`, `tiles` and
+    `kernels` are as in `lowtide.optimize`. With `progress` a terminal shows how far planning is.
 
     `plans` has what was planned, one plan for each shape of batch, from the first batch on; also after the
     training. The plan is taken off the module when the training ends, or an exception ends it.
@@ -75,6 +75,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
         on_new_shape: str = "plan",
         progress: bool = True,
         tiles: bool = False,
+        kernels: str = "eager",
     ) -> None:
         if method is not None and not is_scheduler(method):
             raise BadRequest(f"{method} plans layers; Lightning's steps are planned op by op: try auto.")
@@ -87,6 +88,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
         self.on_new_shape = on_new_shape
         self.progress = progress
         self.tiles = tiles
+        self.kernels = kernels
         self.plans: tuple[Solution | GraphSolution, ...] = ()
         self._planned: nn.Module | None = None
         self._undo = ExitStack()
@@ -106,6 +108,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
             on_new_shape=self.on_new_shape,
             progress=bar_while_planning(self.progress and trainer.is_global_zero),
             tiles=self.tiles,
+            kernels=self.kernels,
         )
         self._planned = planned
         self._undo.callback(remove, planned)

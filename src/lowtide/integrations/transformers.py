@@ -53,10 +53,10 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
     number for each parameter.
 
     Losses and weights are those of a training without it; bit for bit where PyTorch is deterministic and
-    there is no mixed precision (see `lowtide.apply`). `budget`, `method`, `loss`, `on_new_shape` and `tiles`
-    are as in `lowtide.optimize`; `loss` is wanted only where the model's output carries none, because the
-    Trainer computes it (`compute_loss_func`, `label_smoothing_factor`). With `progress` a terminal shows how
-    far planning is.
+    there is no mixed precision (see `lowtide.apply`). `budget`, `method`, `loss`, `on_new_shape`, `tiles` and
+    `kernels` are as in `lowtide.optimize`; `loss` is wanted only where the model's output carries none,
+    because the Trainer computes it (`compute_loss_func`, `label_smoothing_factor`). With `progress` a
+    terminal shows how far planning is.
 
     With `tiles` the head of a language model and its loss run in slices where that pays, and the output of
     the model leaves its logits out while it trains and carries a loss (they are None): a `compute_loss` of
@@ -81,6 +81,7 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
         on_new_shape: str = "plan",
         progress: bool = True,
         tiles: bool = False,
+        kernels: str = "eager",
     ) -> None:
         self.budget = budget
         self.method = method
@@ -88,6 +89,7 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
         self.on_new_shape = on_new_shape
         self.progress = progress
         self.tiles = tiles
+        self.kernels = kernels
         self.plans: tuple[Solution | GraphSolution, ...] = ()
         self._undo = ExitStack()
 
@@ -117,6 +119,7 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
                 on_new_shape=self.on_new_shape,
                 progress=bar_while_planning(self.progress and state.is_local_process_zero),
                 tiles=self.tiles,
+                kernels=self.kernels,
             )
             self._undo = undo.pop_all()
 

@@ -118,7 +118,7 @@ def cached(graph: Graph, schedule: Schedule, steps: int = 3) -> Reserve:
         for event in walk(graph, schedule):
             for value in event.born:
                 held[value] = _allocated(allocator, graph.counted_bytes(value))
-            if event.op is not None and event.op.workspace_bytes:
+            if event.op is not None and event.op.workspace_bytes > 0:
                 allocator.release(allocator.allocate(event.op.workspace_bytes))
             for value in event.died:
                 if (block := held.pop(value)) is not None:

@@ -133,7 +133,8 @@ class Op:
     it (a kernel that ignores an argument); it never reads one that is not in `args`. `updates` are resident
     values that it changes when it runs for the first time; computed again it is called without them and
     makes the same results (a BatchNorm that trains, and its running statistics).
-    `workspace_bytes` is what the kernel takes beyond its outputs and gives back before it returns;
+    `workspace_bytes` is what the kernel takes beyond its outputs and gives back before it returns (less than
+    nothing for a generated kernel that writes over what it reads last);
     it and `seconds` are zero until the graph is profiled.
     """
 
@@ -213,6 +214,22 @@ class Tiled:
 
 
 @dataclass(frozen=True)
+class Fused:
+    """What a graph was before ops that a compiler makes one kernel of became one op.
+
+    `members` has for each op of the graph the ops of `plain` that it stands for, in order; the last of them
+    makes what the op makes. An op of `plain` whose result no kernel writes to memory may be a member of many.
+    A block of slices in `plain` is one op here, by its number among those that `contracted` leaves.
+    Values have equal ids in both; those that no kernel writes have no bytes and no creator here. `written`
+    are ops of `plain` that a compiler might leave unwritten, and that are to be written.
+    """
+
+    plain: Graph
+    members: tuple[tuple[int, ...], ...]
+    written: frozenset[int]
+
+
+@dataclass(frozen=True)
 class Graph:
     """A training step on one device: ops in the order in which they first ran.
 
@@ -222,7 +239,8 @@ class Graph:
     `notes` say in words what the graph does not know, such as a tensor's value that had to be guessed.
     `assumptions` are what was found to be so whatever the batch, and was taken for granted in capturing:
     running the graph has to do the same.
-    `tiled` is there if some ops run slice by slice: what the graph was before.
+    `tiled` is there if some ops run slice by slice: what the graph was before. `fused` is there if ops are
+    kernels that a compiler makes of several: what it was before that.
     """
 
     name: str
@@ -237,6 +255,7 @@ class Graph:
     notes: tuple[str, ...] = field(default=())
     assumptions: tuple[Assumption, ...] = field(default=())
     tiled: Tiled | None = field(default=None, repr=False)
+    fused: Fused | None = field(default=None, repr=False)
 
     def __hash__(self) -> int:
         """Of how much there is: to look at all of it takes longer than what is remembered for a graph."""
@@ -259,8 +278,15 @@ class Graph:
     @cached_property
     def resident(self) -> tuple[int, ...]:
         """Values that are there before the step begins."""
-        made = self.creator.keys() if self.tiled is None else {*self.creator, *self.tiled.plain.creator}
+        made = set(self.creator)
+        for before in (self.tiled, self.fused):
+            made |= set() if before is None else before.plain.made
         return tuple(value.id for value in self.values if value.id not in made)
+
+    @property
+    def made(self) -> set[int]:
+        """Values that ops create here, or did before there were slices."""
+        return {*self.creator, *(() if self.tiled is None else self.tiled.plain.creator)}
 
     def counted_bytes(self, value: int) -> int:
         """Bytes of `value` on the graph's own device."""

@@ -21,6 +21,7 @@ from lowtide.ir.assumptions import (
 )
 from lowtide.ir.graph import (
     Arg,
+    Fused,
     Graph,
     Op,
     Origin,
@@ -49,9 +50,10 @@ _GUESS = re.compile(r"taken to be (?P<number>[^:]+): (?P<line>.+)", re.DOTALL)
 _LAYOUTS = re.compile(
     r"gradients enter graph (?P<graph>\d{1,9}) with shapes and strides (?P<layouts>\[.*\])", re.ASCII
 )
-NEWEST_SCHEMA = 3  # of documents with a graph, a schedule, or both
+NEWEST_SCHEMA = 4  # of documents with a graph, a schedule, or both
 _WITH_ROWS = 2  # steps that are neither a compute nor a free
 _WITH_TILES = 3
+_WITH_KERNELS = 4
 
 # Writing --------------------------------------------------------------------------------------------
 
@@ -80,6 +82,16 @@ def graph_to_json(graph: Graph) -> Json:
         "tensors": [_tensor_to_json(tensor) for tensor in graph.tensors],
         "ops": [_op_to_json(op) for op in graph.ops],
         **({} if graph.tiled is None else {"tiled": _tiled_to_json(graph.tiled)}),
+        **({} if graph.fused is None else {"fused": _fused_to_json(graph.fused)}),
+    }
+
+
+def _fused_to_json(fused: Fused) -> Json:
+    """What a graph was before ops became kernels, and which they became."""
+    return {
+        "plain": graph_to_json(fused.plain),
+        "members": [list(ops) for ops in fused.members],
+        "written": [*sorted(fused.written)],
     }
 
 
@@ -124,7 +136,11 @@ def schedule_to_json(schedule: Schedule) -> Json:
 
 
 def schema_of(graph: Graph, schedule: Schedule | None) -> int:
-    """The lowest schema of a document that can hold both: rows of steps need the second, slices the third."""
+    """The lowest schema of a document that can hold both: rows of steps need the second, slices the third,
+    kernels of several ops the fourth.
+    """
+    if graph.fused is not None:
+        return _WITH_KERNELS
     if graph.tiled is not None:
         return _WITH_TILES
     rows = (isinstance(_step_to_json(step), list) for step in schedule or ())
@@ -192,6 +208,15 @@ def graph_from_json(json_graph: Reader) -> Graph:
         tensors=tuple(_numbered(json_graph["tensors"], _tensor_from_json)),
         ops=tuple(_numbered(json_graph["ops"], _op_from_json)),
         tiled=_tiled_from_json(json_graph["tiled"]) if "tiled" in json_graph.of(dict) else None,
+        fused=_fused_from_json(json_graph["fused"]) if "fused" in json_graph.of(dict) else None,
+    )
+
+
+def _fused_from_json(entry: Reader) -> Fused:
+    return Fused(
+        plain=graph_from_json(entry["plain"]),
+        members=entry["members"].many(lambda ops: ops.ints()),
+        written=frozenset(entry["written"].ints()),
     )
 
 

@@ -49,7 +49,7 @@ def between_graphs(
 def does_nothing(op: Op) -> bool:
     """Whether there is no kernel to be called: `op` only stands for something else that needs its values, or
     changes how a tensor lies in memory, which every look at it says by itself."""
-    stands_for_something = op.target.startswith("lowtide.") and not op.creates
+    stands_for_something = op.target.startswith("lowtide.") and not (op.creates or op.mutates)
     return stands_for_something or short_name(op.target) in _TURNED
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lowtide.errors import MalformedGraph
-from lowtide.ir.graph import Graph, Op, Tensor, Tiled, Value, argument_tensors
+from lowtide.ir.graph import Fused, Graph, Op, Tensor, Tiled, Value, argument_tensors
 
 _ITEM_BITS = re.compile(r"(?<!\d)(\d{1,3})(?!\d)")
 _ITEM_BYTES = {"bool": 1, "complex64": 8, "complex128": 16, "complex32": 4}
@@ -46,6 +46,8 @@ def validate(graph: Graph, *, knows_plain: bool = False) -> Graph:
         if not knows_plain:
             validate(graph.tiled.plain)
         _validate_tiled(graph, graph.tiled)
+    if graph.fused is not None:
+        _validate_fused(graph, graph.fused)
     return graph
 
 
@@ -86,11 +88,16 @@ def _validate_tables(graph: Graph) -> None:
         ):
             raise MalformedGraph(f"tensor {tensor.id} has an impossible shape, stride or offset")
         value = graph.values[tensor.value]
-        if extent_bytes(tensor) > value.bytes:
+        if extent_bytes(tensor) > value.bytes and not _is_unwritten(graph, value):
             raise MalformedGraph(
                 f"tensor {tensor.id} reaches {extent_bytes(tensor)} bytes into value {value.id} "
                 f"('{value.name}'), which has {value.bytes}"
             )
+
+
+def _is_unwritten(graph: Graph, value: Value) -> bool:
+    """Whether no kernel writes this value: it is there inside of kernels alone."""
+    return graph.fused is not None and not value.bytes and value.id in graph.fused.plain.made
 
 
 def _validate_ids(table: Sequence[Op | Value | Tensor]) -> None:
@@ -119,7 +126,8 @@ def _validate_op(graph: Graph, op: Op) -> None:
         )
     if strange := {*op.mutates, *op.updates} - seen - made:
         raise MalformedGraph(f"{_named(op)} mutates value {min(strange)}, which is not among its arguments")
-    if op.workspace_bytes < 0 or not (op.seconds >= 0 and math.isfinite(op.seconds)):
+    saves = op.workspace_bytes < 0 and graph.fused is None  # generated kernels write over what they read
+    if saves or not (op.seconds >= 0 and math.isfinite(op.seconds)):
         raise MalformedGraph(
             f"{_named(op)} costs {op.workspace_bytes} bytes of workspace and {op.seconds} seconds"
         )
@@ -149,6 +157,30 @@ def _validate_tiled(graph: Graph, tiled: Tiled) -> None:
             raise MalformedGraph(f"value {old.id} ('{old.name}') is another than before there were slices")
     if len(graph.values) < len(plain.values):
         raise MalformedGraph("values are missing that were there before there were slices")
+
+
+def _validate_fused(graph: Graph, fused: Fused) -> None:
+    """Whether kernels are of the ops of the plain graph, and everything else is as it is there."""
+    plain = fused.plain
+    if plain.fused is not None or graph.tiled is not None:
+        raise MalformedGraph(
+            "what a graph was before there were kernels has kernels itself, or slices beside them"
+        )
+    validate(plain)
+    if plain.device != graph.device:
+        raise MalformedGraph(f"kernels on {graph.device} are of a graph on {plain.device}")
+    if len(fused.members) != len(graph.ops):
+        raise MalformedGraph(f"{len(graph.ops)} kernels have {len(fused.members)} lists of ops")
+    for op, members in zip(graph.ops, fused.members, strict=True):
+        if not members or not all(0 <= member < len(plain.ops) for member in members):
+            raise MalformedGraph(
+                f"{_named(op)} stands for ops {list(members)}, which are not all in the plain graph"
+            )
+    if len(graph.values) != len(plain.values):
+        raise MalformedGraph("values are missing, or new, where ops became kernels")
+    for value, old in zip(graph.values, plain.values, strict=True):
+        if replace(value, bytes=old.bytes) != old or value.bytes not in (0, old.bytes):
+            raise MalformedGraph(f"value {old.id} ('{old.name}') is another than before there were kernels")
 
 
 def _validate_blocks(graph: Graph, tiled: Tiled) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowtide.aot.graph_backend import Spares
+from lowtide.aot.kernels import Kernels
 from lowtide.aot.step_graph import check_accumulation
 from lowtide.chain.cuts import Granularity
 from lowtide.compat.dynamo import is_compiled, uncompiled
@@ -64,6 +65,7 @@ def plan(
     progress: Callable[[int, int], None] | None = None,
     verify: bool = False,
     tiles: bool = False,
+    kernels: str = Kernels.EAGER,
 ) -> Solution | GraphSolution:
     """Plan what to recompute when `model` trains on a batch like `example`.
 
@@ -89,6 +91,12 @@ def plan(
     `example`, `loss`, `target`, `optimizer`, `device` and `profile` are as in `lowtide.fit`. The model is
     left as it was, a plan that it has included; `lowtide.apply(model, solution)` puts the new one to work.
 
+    With `kernels` "inductor" the plan is for, and runs with, the kernels that Inductor generates, as
+    torch.compile does: what they fuse takes no memory and little time. Gradients are then those of
+    torch.compile, and need not be equal to plain training's to the last bit. Which ops are fused is known
+    only once code was generated: from the second step on the peak is within the budget, or an error names
+    one that would hold.
+
     With `verify` the plan is tried before it is returned: plain and planned steps are run for real, and must
     agree in loss, gradients, buffers and random streams, to the last bit where kernels are deterministic and
     neither half precision nor slices take part, and the peak that is measured must be within the budget. The
@@ -107,8 +115,11 @@ def plan(
     asked = Budget.parse(budget)
     method = method or default_method(asked)
     chosen = at_effort(method, effort)
+    Kernels.named(kernels)
     example, loss = declared(example, loss, target)
-    spec = StepSpec(model, example, loss, optimizer, accumulate, device, profile, name, progress, tiles)
+    spec = StepSpec(
+        model, example, loss, optimizer, accumulate, device, profile, name, progress, tiles, kernels
+    )
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
         ladder = Ladder(spec, chosen)
@@ -118,7 +129,7 @@ def plan(
             tried(spec, solution, ladder.step.plain)
         return solution
     assert not isinstance(chosen, Scheduler)
-    refuse_op_level_requests(asked, accumulate, tiles)
+    refuse_op_level_requests(asked, accumulate, tiles, kernels)
     rehearsal = Rehearsal.of(spec)
     found = rehearsal.within(rehearsal.chain(granularity, modules), chosen, asked)
     _tell(found.remark, stacklevel=3)
@@ -146,6 +157,7 @@ def optimize(
     progress: Progress | None = None,
     verify: bool = False,
     tiles: bool = False,
+    kernels: str = Kernels.EAGER,
 ) -> Model:
     """Plan and apply at once: `model` itself, now within the budget when it trains.
 
@@ -173,6 +185,7 @@ def optimize(
     asked = Budget.parse(budget)
     method = method or default_method(asked)
     chosen = at_effort(method, effort)
+    Kernels.named(kernels)
     on_new_inputs = "error" if on_new_shape == "error" else "warn"
     if example is not None:
         example, loss = declared(example, loss, target)
@@ -192,6 +205,7 @@ def optimize(
         profile=profile,
         progress=progress,
         tiles=tiles,
+        kernels=kernels,
     )
     if is_scheduler(chosen):
         refuse_cutting(granularity, modules)
@@ -207,7 +221,7 @@ def optimize(
             spares=anew.spares,
         )
     assert not isinstance(chosen, Scheduler)
-    refuse_op_level_requests(asked, accumulate, tiles)
+    refuse_op_level_requests(asked, accumulate, tiles, kernels)
     again = _Again(spec_of, granularity, modules, chosen, asked, to_verify=verify)
     solution = None if example is None else again(model, *arguments(example))
     return reroute(model, solution, on_new_inputs=on_new_inputs, replan=again, of_layers=True)
@@ -236,13 +250,19 @@ def refuse_cutting(granularity: str | Granularity, modules: Collection[str] | No
         )
 
 
-def refuse_op_level_requests(budget: Budget, accumulate: int, tiles: bool = False) -> None:
+def refuse_op_level_requests(
+    budget: Budget, accumulate: int, tiles: bool = False, kernels: str = Kernels.EAGER
+) -> None:
     """Raise BadRequest where a model that is planned by layers is asked for what ops alone can do."""
     refuse_lowest(budget)
     if accumulate != 1:
         raise BadRequest("accumulate is for methods that plan op by op (auto); leave it out for chains.")
     if tiles:
         raise BadRequest("tiles are for methods that plan op by op (auto); leave them out for chains.")
+    if Kernels.named(kernels) is not Kernels.EAGER:
+        raise BadRequest(
+            f"kernels={kernels!r} is for methods that plan op by op (auto); leave it out for chains."
+        )
 
 
 @dataclass

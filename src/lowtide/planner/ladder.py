@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from typing import TypeAlias
 
 from lowtide.aot.graph_backend import Spares
+from lowtide.aot.kernels import Kernels
 from lowtide.chain.cuts import Granularity
 from lowtide.errors import BadRequest, CannotTrace, InfeasibleBudget, LowtideError
 from lowtide.ir.assumptions import Assumption
@@ -114,7 +115,7 @@ class Ladder:
             except LowtideError as refusal:
                 refusals.append(refusal)
                 continue
-            found.append(replace(planned, remark=_remark(reason, planned, self.spec.tiles)))
+            found.append(replace(planned, remark=_remark(reason, planned, self.spec)))
             if not budget.is_lowest:
                 break
         if found:
@@ -134,10 +135,11 @@ class Ladder:
         return self.rehearsal.within(chain, method, Budget() if budget.is_lowest else budget)
 
 
-def _remark(reason: LowtideError, planned: AnySolution, tiles: bool) -> str:
+def _remark(reason: LowtideError, planned: AnySolution, spec: StepSpec) -> str:
     how = "layer by layer" if isinstance(planned, Solution) else "op by op where that can be"
     more = f"; {planned.remark}" if planned.remark else ""
-    more += "; nothing of it runs in slices, which are for plans op by op" if tiles else ""
+    more += "; nothing of it runs in slices, which are for plans op by op" if spec.tiles else ""
+    more += "" if spec.kernels == Kernels.EAGER else "; it runs by eager kernels, layers have no others"
     return (
         f"the step could not be planned op by op as a whole, so it was planned {how}: {_brief(reason)}{more}"
     )

@@ -14,6 +14,7 @@ import torch
 
 from lowtide.aot.casts import CAST_PER_GRAPH
 from lowtide.aot.graph_backend import Spares
+from lowtide.aot.kernels import Kernels
 from lowtide.aot.step_graph import step_graph
 from lowtide.compat.garbage import collecting_seldom
 from lowtide.cost.price import with_costs
@@ -21,10 +22,13 @@ from lowtide.errors import InfeasibleBudget
 from lowtide.execute.apply import set_aside
 from lowtide.execute.circumstances import circumstances
 from lowtide.execute.identity import fingerprint
+from lowtide.fusion.fuse import of_ops
+from lowtide.inductor.kinds import kind_of
 from lowtide.ir.assumptions import Assumption
 from lowtide.ir.graph import Graph
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
 from lowtide.solvers import quickly, solve
+from lowtide.solvers.kernels import in_kernels
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
@@ -110,7 +114,12 @@ class StepBudget:
         return self._labelled(self._in_slices(method, wanted), wanted)
 
     def _solved(self, graph: Graph, method: str | Scheduler, wanted: int | None) -> GraphSolution:
-        """What a method makes of a graph of the step."""
+        """What a method makes of a graph of the step, or of the kernels that it is compiled to."""
+        if Kernels.named(self.spec.kernels) is Kernels.EAGER:
+            return self._best(graph, method, wanted)
+        return in_kernels(graph, kind_of, lambda kernels: self._best(kernels, method, wanted))
+
+    def _best(self, graph: Graph, method: str | Scheduler, wanted: int | None) -> GraphSolution:
         if wanted is None:
             return solve(graph, method, LOWEST)
         return solved_within(
@@ -141,8 +150,9 @@ class StepBudget:
         )
         if found is None:
             raise min(refusals, key=lambda refusal: refusal.least_bytes)
-        best = self._solved(found.graph, method, wanted)
-        if found.graph.tiled is not None or (wanted is not None and not best.recomputed):
+        cut = of_ops(found.graph)
+        best = self._solved(cut, method, wanted)
+        if cut.tiled is not None or (wanted is not None and not best.recomputed):
             return best
         what = "peak lower" if wanted is None else "take less time within the budget"
         return replace(best, remark=f"{_NOTHING_IN_SLICES} {what}")

@@ -21,6 +21,7 @@ import torch
 from lowtide.cost.measure import present_device
 from lowtide.errors import BadRequest, Difference, PlanDisagrees
 from lowtide.execute.apply import apply, remove, set_aside
+from lowtide.ir.graph import Graph
 from lowtide.planner.as_found import as_found
 from lowtide.planner.real_step import RealStep, bytes_before
 from lowtide.solvers.solution import GraphSolution, Solution
@@ -68,7 +69,7 @@ def tried(spec: StepSpec, solution: Solution | GraphSolution, plain: Trace) -> V
     """
     step = RealStep(_measurable(spec), warm_up=1)
     with set_aside(spec.model):
-        in_slices = isinstance(solution, GraphSolution) and solution.graph.tiled is not None
+        in_slices = isinstance(solution, GraphSolution) and _adds_up_otherwise(solution.graph)
         alike = _numbers_of_plain(step, in_slices)
         apply(spec.model, solution, on_new_inputs="error", accumulate=spec.accumulate)
         try:
@@ -237,3 +238,8 @@ def _rounding(step: RealStep) -> float:
         kinds.add(torch.get_autocast_dtype(step.device.type))
     narrow = kinds & {torch.float16, torch.bfloat16}
     return max((torch.finfo(kind).eps for kind in narrow), default=0.0)
+
+
+def _adds_up_otherwise(graph: Graph) -> bool:
+    """Whether sums are added up in another order than in plain training: in slices, or by generated code."""
+    return graph.tiled is not None or graph.fused is not None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lowtide.errors import BadRequest
+from lowtide.fusion.fuse import last_op
 from lowtide.ir.bounds import needed_bytes
 from lowtide.ir.graph import Graph, Op, Phase, Role
 from lowtide.ir.simulate import allocator_of
@@ -281,7 +282,7 @@ def _next(rung: Rung, solution: GraphSolution) -> Rung | None:
     peak = solution.timeline.peak_op
     if peak is None or solution.peak_bytes <= _NEAR * solution.lower_bound_bytes:
         return rung.lower()
-    return rung.lower_at(peak.id) or rung.lower()
+    return rung.lower_at(last_op(solution.graph, peak.id)) or rung.lower()
 
 
 def _takes(solution: GraphSolution) -> float:

@@ -19,7 +19,7 @@ class StepSpec:
 
     `accumulate` counts the backward calls between two updates. `device` is where the step will run, by
     default where the model is. With `profile` ops have costs, and `progress` is told while they are found.
-    With `tiles` stretches of the step may run in slices.
+    With `tiles` stretches of the step may run in slices. `kernels` names those that are to run it.
     """
 
     model: nn.Module
@@ -32,6 +32,7 @@ class StepSpec:
     name: str | None = None
     progress: Progress | None = None
     tiles: bool = False
+    kernels: str = "eager"
 
 
 # A step that is settled but for its model and batch. It is kept by the model that it is for, and so it must

@@ -12,6 +12,7 @@ from lowtide.cli.options import (
     budget_option,
     cutting_options,
     json_option,
+    kernels_option,
     output_file,
     plot_option,
     step_options,
@@ -55,6 +56,7 @@ _FEWEST_POINTS = 2
     help="Backward calls between two updates: gradients are there when a forward begins.",
 )
 @tiles_option
+@kernels_option
 @cutting_options
 @click.option(
     "--verify",
@@ -78,6 +80,7 @@ def command(
     effort: str,
     accumulate: int,
     tiles: bool,
+    kernels: str,
     granularity: str,
     modules: tuple[str, ...],
     verify: bool,
@@ -100,9 +103,9 @@ def command(
     """
     hush_libraries()
     check_can_draw(plot)
-    _check_frontier(frontier, points, budget, output, verify, tiles)
+    _check_frontier(frontier, points, budget, output, verify, tiles, kernels)
     chosen = searching(chosen_method(method, budget, frontier), effort)
-    asked = Asked(model, sizes, optimizer, device, profile, real=verify, tiles=tiles)
+    asked = Asked(model, sizes, optimizer, device, profile, real=verify, tiles=tiles, kernels=kernels)
     wanted = Wanted(plot, output, as_json)
     cutting = Cutting(granularity, modules)
     if isinstance(chosen, str) and not plans_ops(chosen):
@@ -114,7 +117,13 @@ def command(
 
 
 def _check_frontier(
-    frontier: bool, points: int | None, budget: Budget, output: Path | None, verify: bool, tiles: bool
+    frontier: bool,
+    points: int | None,
+    budget: Budget,
+    output: Path | None,
+    verify: bool,
+    tiles: bool,
+    kernels: str,
 ) -> None:
     if not frontier:
         if points is not None:
@@ -128,6 +137,8 @@ def _check_frontier(
         raise click.UsageError("--frontier makes many plans. Verify one of them: --budget and --verify.")
     if tiles:
         raise click.UsageError("--frontier is of one graph. Slice it for a budget: --budget and --tiles.")
+    if kernels != "eager":
+        raise click.UsageError("--frontier is of eager kernels. Plan for a budget: --budget and --kernels.")
     if points is not None and points < _FEWEST_POINTS:
         raise click.UsageError(
             f"a frontier has at least {_FEWEST_POINTS} points, the plain step and the lowest; not {points}."

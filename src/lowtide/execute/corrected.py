@@ -1,0 +1,124 @@
+"""Plans for generated kernels, set right by the code that was generated for them.
+
+A plan is made with a guess of what Inductor will fuse. Once it has generated code for the halves of a step,
+what each half holds is read off its code; where the step then exceeds its budget, it is planned anew, with as
+much less to hold as it was found to exceed it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from lowtide.errors import InfeasibleBudget
+from lowtide.ir.graph import Graph, Phase, short_name
+from lowtide.ir.schedule import Schedule
+from lowtide.ir.simulate import simulate
+from lowtide.ir.walk import walk
+from lowtide.solvers import solve
+from lowtide.solvers.ops.auto import Auto
+
+_TRIES = 4
+_UNREAD = (
+    "Inductor fuses other ops than the plan was made for, and what it generates needs more. Raise the budget "
+    'to at least that, or leave kernels="eager".'
+)
+Half = tuple[int, Phase]  # a section, and which half of it
+
+
+class Corrected:
+    """What the halves of one step were found to hold, and plans that take it into account."""
+
+    def __init__(self, graph: Graph, schedule: Schedule, budget_bytes: int | None) -> None:
+        self._graph = graph
+        self._schedule = schedule
+        self._budget_bytes = budget_bytes
+        self._found: dict[Half, int] = {}
+        self._plans = 0
+        self._least: int | None = None  # the lowest peak that was found
+
+    def note(self, half: Half, growth_bytes: int) -> None:
+        """The code for a half holds at most so much above what is there when it begins."""
+        self._found[half] = growth_bytes
+
+    def reading(self, section: int) -> Callable[[Phase, Callable[..., int]], None]:
+        """What is to be told that a half of a section was compiled, and how to read off what it holds."""
+
+        def found(phase: Phase, growth_bytes: Callable[..., int]) -> None:
+            half = section, phase
+            self.note(half, growth_bytes(device=self._graph.device, workspaces=self.workspaces(half)))
+
+        return found
+
+    def workspaces(self, half: Half) -> Mapping[str, list[int]]:
+        """Those of library kernels that run in a half, by the name of the op, in their order."""
+        found: dict[str, list[int]] = {}
+        steps = list(walk(self._graph, self._schedule))
+        span = _spans(self._graph, self._schedule).get(half, range(0))
+        for event in steps[span.start : span.stop]:
+            if event.op is not None and event.op.section == half[0] and event.op.workspace_bytes >= 0:
+                found.setdefault(short_name(event.op.target), []).append(event.op.workspace_bytes)
+        return found
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the step holds at most, as far as its code has been read."""
+        live = simulate(self._graph, self._schedule).live_bytes
+        halves = _spans(self._graph, self._schedule)
+        read = {half: span for half, span in halves.items() if half in self._found}
+        inside = {position for span in read.values() for position in span}
+        peaks = [int(each) for position, each in enumerate(live) if position not in inside]
+        resident = simulate(self._graph, self._schedule).resident_bytes
+        for half, span in read.items():
+            before = int(live[span.start - 1]) if span.start else resident
+            peaks.append(before + self._found[half])
+        return max(peaks, default=resident)
+
+    def next_plan(self) -> Schedule | None:
+        """A plan to follow from now on, where the one that is followed exceeds the budget; else none.
+
+        Raises:
+            InfeasibleBudget: no plan was found whose code is within the budget.
+        """
+        if self._budget_bytes is None or not self._found:
+            return None
+        peak_bytes = self.peak_bytes
+        self._least = peak_bytes if self._least is None else min(self._least, peak_bytes)
+        excess = peak_bytes - self._budget_bytes
+        if excess <= 0:
+            return None
+        self._plans += 1
+        aim = simulate(self._graph, self._schedule).peak_bytes - excess
+        if self._plans > _TRIES or aim <= 0:
+            raise self._refusal()
+        try:
+            self._schedule = solve(self._graph, Auto(), aim).schedule
+        except InfeasibleBudget as error:
+            raise self._refusal() from error
+        self._found.clear()
+        return self._schedule
+
+    def _refusal(self) -> InfeasibleBudget:
+        return InfeasibleBudget(
+            Auto.name, self._budget_bytes or 0, self._least or 0, "code that Inductor has generated", _UNREAD
+        )
+
+
+def _spans(graph: Graph, schedule: Schedule) -> dict[Half, range]:
+    """Where in a schedule each half runs: from the first of its ops to the last."""
+    found: dict[Half, range] = {}
+    done: set[int] = set()
+    waiting: dict[int, int] = {}  # section -> where ops that run again begin, before one that runs first
+    for event in walk(graph, schedule):
+        op = event.op
+        if op is None:
+            continue
+        if op.id in done:
+            waiting.setdefault(op.section, event.position)
+            continue
+        done.add(op.id)
+        half = op.section, op.phase
+        begun = found.get(half)
+        start = waiting.pop(op.section, event.position) if begun is None else begun.start
+        waiting.pop(op.section, None)
+        found[half] = range(start, event.position + 1)
+    return found

@@ -1,0 +1,1 @@
+"""Plans that run with the kernels that Inductor generates."""

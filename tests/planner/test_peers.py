@@ -158,6 +158,12 @@ def test_compiled_rows_are_measured_with_less_saved_where_less_is_allowed() -> N
         assert row.reading.difference is None
         assert row.from_cache is False
     assert peak(parts[2]) <= peak(parts[1]) < peak(parts[0])
+    generated = [row for label, row in found.items() if label.startswith("lowtide inductor")]
+    assert len(generated) >= 3
+    for row in generated:
+        assert row.reading is not None, row.problem
+        assert row.reading.difference is None
+        assert row.within_budget in (True, None)
 
 
 # What goes wrong -------------------------------------------------------------------------------------

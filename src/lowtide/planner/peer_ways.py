@@ -169,7 +169,14 @@ class PeerTrial:
 
     @cached_property
     def _engines(self) -> Sequence[PlanEngine]:
-        return (PlanEngine("lowtide", self._ladder, draws_alike=True),)
+        eager = PlanEngine("lowtide", self._ladder, generated=False)
+        if not self.wishes.compiled:
+            return (eager,)
+        spec = replace(self.steps.spec, model=self.steps.another(), kernels="inductor")
+        return (
+            eager,
+            PlanEngine("lowtide inductor", Ladder(spec, self.wishes.method), generated=True),
+        )
 
     def _planned_ways(self, engine: PlanEngine) -> Iterator[TrainingWay]:
         kept = f"{engine.name}, {KEPT}"
@@ -202,8 +209,10 @@ class PeerTrial:
         yield ", lowest", LOWEST
 
     def _planned(self, engine: PlanEngine, label: str, budget: Budget, tiles: bool) -> PeerRow:
-        planned = engine.planned(budget, tiles)
-        reading = self.steps.measured(planned.model, engine.draws_alike)
+        from_cache = engine.generated and self.wishes.from_cache
+        with compiling_afresh(from_cache) if engine.generated else nullcontext():
+            planned = engine.planned(budget, tiles)
+            reading = self.steps.measured(planned.model, draws_alike=not engine.generated)
         return PeerRow(
             label,
             PeerKind.PLANNED,
@@ -214,6 +223,7 @@ class PeerTrial:
             predicted_peak_bytes=planned.predicted_peak_bytes,
             planning_seconds=planned.planning_seconds,
             recomputed_ops=planned.recomputed_ops,
+            from_cache=from_cache,
         )
 
 
@@ -250,12 +260,12 @@ class PlannedModel:
 class PlanEngine:
     """Plans that run with one kind of kernels: all of one capture of the step, and for one copy of the model.
 
-    `draws_alike` is whether these kernels draw the random numbers of eager training.
+    Kernels that are `generated` are compiled anew for each plan, and draw random numbers of their own.
     """
 
     name: str
     ladder: Ladder
-    draws_alike: bool
+    generated: bool
 
     @cached_property
     def _in_slices(self) -> Ladder:

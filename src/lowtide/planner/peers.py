@@ -67,8 +67,8 @@ def compare_peers(
 
     The ways: as it is; the library's own checkpointing, or torch's around its blocks; `torch.compile` as it
     is, at memory budgets of 0.5, 0.2 and 0, and with checkpointing; and lowtide's plans: everything kept,
-    within what each of the others holds, within `budgets`, and the lowest peak, with and without `tiles`.
-    Without `compiled` nothing is compiled.
+    within what each of the others holds, within `budgets`, and the lowest peak, with eager kernels and with
+    generated ones, with and without `tiles`. Without `compiled` nothing is compiled.
 
     Every row is really measured, on a copy of the model with the same weights, from the same start: the peak
     of its second step and later ones, and the median time of `repeats` steps that take turns with eager

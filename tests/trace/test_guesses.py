@@ -302,3 +302,66 @@ def test_a_size_that_nothing_bounds_is_refused_with_the_users_line_and_a_way_out
 
     with pytest.raises(CannotTrace, match=match):
         traced(repeated)
+
+
+# Parts of a mask of choices ------------------------------------------------------------------------------
+
+
+class SharedOut(nn.Module):
+    """Every token has two experts, which are gone through one after the other, `times` over."""
+
+    def __init__(self, times: int = 1, one_hot: bool = True) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(16, 16)) for _ in range(4))
+        self.times, self.one_hot = times, one_hot
+        self.found: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares, chosen = self.router(x).softmax(-1).topk(2, -1)
+        mask = F.one_hot(chosen, 4) if self.one_hot else (chosen.unsqueeze(-1).repeat(1, 1, 4) > 1).long()
+        out = torch.zeros_like(x)
+        self.found = []
+        for _ in range(self.times):
+            for number, weight in enumerate(self.weights):
+                tokens, place = torch.where(mask[:, :, number])
+                self.found.append(tokens.shape[0])
+                out.index_add_(0, tokens, (x[tokens] @ weight).tanh() * shares[tokens, place, None])
+        return out
+
+
+def seen_by(model: SharedOut, x: torch.Tensor) -> tuple[Trace, list[int]]:
+    """A dry run, and how many tokens each expert had in it."""
+    found: list[int] = []
+
+    def step() -> None:
+        model(x).square().sum().backward()
+        found.extend(model.found)
+
+    return dry_run(step, model=model), found
+
+
+def test_tokens_that_are_shared_out_are_taken_to_go_to_the_first() -> None:
+    model, x = SharedOut(), torch.randn(256, 16)
+    trace, found = seen_by(model, x)
+    assert found == [512, 0, 0, 0]
+    assert {guess.number for guess in trace.graph.assumptions if isinstance(guess, Guess)} == {
+        "all in the first part"
+    }
+
+    def step() -> None:
+        model(x).square().sum().backward()
+
+    step()
+    assert sum(model.found) == 512
+    model.zero_grad()
+    measured = measure(step, device="cpu").growth_bytes
+    assert measured <= trace.timeline.growth_bytes <= 1.4 * measured
+
+
+def test_a_mask_that_is_gone_through_again_is_shared_out_again() -> None:
+    assert seen_by(SharedOut(times=2), torch.randn(8, 16))[1] == [16, 0, 0, 0, 16, 0, 0, 0]
+
+
+def test_a_mask_that_may_choose_everything_in_each_part_is_taken_to() -> None:
+    assert seen_by(SharedOut(one_hot=False), torch.randn(8, 16))[1] == [16, 16, 16, 16]

@@ -19,6 +19,7 @@ from lowtide.ir.assumptions import Guess
 from lowtide.ir.graph import Op, Ref
 from lowtide.trace.graph_builder import GraphBuilder
 from lowtide.trace.known_values import Shadows
+from lowtide.trace.one_hots import OneHots
 from lowtide.trace.ranges import Range
 from lowtide.trace.sizes import ResultSizes
 from lowtide.trace.user_lines import current_line
@@ -39,6 +40,7 @@ class Guesses:
         self._builder = builder
         self._shadows = shadows
         self._sizes = sizes
+        self._one_hots = OneHots(builder, self._writer)
         self._reads: dict[str, int] = {}
         self._made: dict[Guess, None] = {}
 
@@ -78,6 +80,8 @@ class Guesses:
 
     def size(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The fake result of an op, as large as it can be."""
+        if func is aten.nonzero.default and (made := self._part(args[0])) is not None:
+            return made
         result = self._sizes.result(func, args, kwargs)
         if result is None:
             raise CannotTrace(
@@ -89,6 +93,16 @@ class Guesses:
         self._note(f"the size of a result depends on numbers, and was taken to be the largest: {line}")
         self._made[Guess("the largest size", line)] = None
         return result
+
+    def _part(self, mask: torch.Tensor) -> torch.Tensor | None:
+        """Where a part of a mask is not zero, if it is known how often all of its parts together are."""
+        line = current_line()
+        count = self._one_hots.chosen(mask, line)
+        if count is None:
+            return None
+        self._note(f"the sizes of parts depend on numbers, and the first was taken to be all: {line}")
+        self._made[Guess("all in the first part", line)] = None
+        return mask.new_empty((count, mask.dim()), dtype=torch.int64)
 
     def parts(self, whole: int, sizes: list[int]) -> list[int]:
         """Sizes that add up to the `whole` that is cut into so many parts: the first is all of it.

@@ -53,6 +53,7 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "execute.ops_forward",
             "planner.compare",
             "planner.peers",
+            "inductor.partitioner",
             "solvers.solution",
             "chain.cuts",
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lowtide.errors import MalformedGraph
@@ -171,16 +171,45 @@ def _validate_fused(graph: Graph, fused: Fused) -> None:
         raise MalformedGraph(f"kernels on {graph.device} are of a graph on {plain.device}")
     if len(fused.members) != len(graph.ops):
         raise MalformedGraph(f"{len(graph.ops)} kernels have {len(fused.members)} lists of ops")
-    for op, members in zip(graph.ops, fused.members, strict=True):
-        if not members or not all(0 <= member < len(plain.ops) for member in members):
-            raise MalformedGraph(
-                f"{_named(op)} stands for ops {list(members)}, which are not all in the plain graph"
-            )
+    _validate_members(graph, fused)
     if len(graph.values) != len(plain.values):
         raise MalformedGraph("values are missing, or new, where ops became kernels")
     for value, old in zip(graph.values, plain.values, strict=True):
         if replace(value, bytes=old.bytes) != old or value.bytes not in (0, old.bytes):
             raise MalformedGraph(f"value {old.id} ('{old.name}') is another than before there were kernels")
+
+
+def _validate_members(graph: Graph, fused: Fused) -> None:
+    """Whether each op of the plain graph is in a kernel, and kernels make what the last of their ops does."""
+    plain = list(_with_blocks_as_one(fused.plain))
+    for op, members in zip(graph.ops, fused.members, strict=True):
+        if not members or not all(0 <= member < len(plain) for member in members):
+            raise MalformedGraph(
+                f"{_named(op)} stands for ops {list(members)}, which are not all in the plain graph"
+            )
+        if list(members) != sorted(set(members)):
+            raise MalformedGraph(f"{_named(op)} stands for ops {list(members)}, which are not in order")
+        ends = plain[members[-1]]
+        if strange := set(op.creates) - {value for each in ends for value in each.creates}:
+            raise MalformedGraph(
+                f"{_named(op)} makes value {min(strange)}, which {_named(ends[-1])} of the plain graph does not"
+            )
+    within = {member for members in fused.members for member in members}
+    for number, ops in enumerate(plain):
+        if number not in within:
+            raise MalformedGraph(f"{_named(ops[0])} of the plain graph is in no kernel")
+    if strange := {number for number in fused.written if not 0 <= number < len(fused.plain.ops)}:
+        raise MalformedGraph(f"op {min(strange)} is to be written, which is not in the plain graph")
+
+
+def _with_blocks_as_one(plain: Graph) -> Iterator[tuple[Op, ...]]:
+    """The ops in their order, those of a block of slices together."""
+    blocks = {block.first: block for block in (() if plain.tiled is None else plain.tiled.blocks)}
+    number = 0
+    while number < len(plain.ops):
+        stop = blocks[number].stop if number in blocks else number + 1
+        yield plain.ops[number:stop]
+        number = stop
 
 
 def _validate_blocks(graph: Graph, tiled: Tiled) -> None:

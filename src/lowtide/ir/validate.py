@@ -192,7 +192,7 @@ def _validate_members(graph: Graph, fused: Fused) -> None:
         ends = plain[members[-1]]
         if strange := set(op.creates) - {value for each in ends for value in each.creates}:
             raise MalformedGraph(
-                f"{_named(op)} makes value {min(strange)}, which {_named(ends[-1])} of the plain graph does not"
+                f"{_named(op)} makes value {min(strange)}, which {_named(ends[-1])} of the plain one does not"
             )
     within = {member for members in fused.members for member in members}
     for number, ops in enumerate(plain):

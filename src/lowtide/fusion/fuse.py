@@ -125,14 +125,19 @@ def _chains(graph: Graph, kinds: list[Treatment]) -> _Chains:
     sources: dict[int, tuple[int, ...]] = {}
     inside: dict[int, tuple[int, ...]] = {}
     found = _Chains(graph, frozenset(), sources, inside)
-    changed = {value for op in graph.ops for value in {*op.mutates, *op.updates}}
+    changed: dict[int, int] = {}  # value -> the first op that changes it
+    for op in graph.ops:
+        for value in {*op.mutates, *op.updates}:
+            changed.setdefault(value, op.id)
     resident = frozenset(graph.resident)
     for op in graph.ops:
         if kinds[op.id] is not Treatment.POINTWISE or not _may_stay_unwritten(graph, op, kinds):
             continue
         read, chain = found.read_by(op), found.leading_to(op)
         (value,) = op.creates
-        if changed.isdisjoint(read) and _pays(graph, value, read, len(chain), resident):
+        last_reader = graph.readers[value][-1]
+        as_it_was = all(last_reader <= changed.get(source, last_reader) for source in read)
+        if as_it_was and _pays(graph, value, read, len(chain), resident):
             unwritten.add(op.id)
             sources[value] = read
             inside[value] = tuple(member.id for member in chain)

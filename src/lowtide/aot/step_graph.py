@@ -15,7 +15,6 @@ from lowtide.aot.capture import capture_forward
 from lowtide.aot.graph_backend import Spares
 from lowtide.aot.kernels import Kernels
 from lowtide.aot.tangents import with_held_tangents
-from lowtide.cost.price import with_costs
 from lowtide.errors import BadRequest
 from lowtide.ir.assumptions import Assumption
 from lowtide.ir.graph import Graph, Phase, Role, Value
@@ -38,6 +37,7 @@ def step_graph(
     """
     check_accumulation(spec.accumulate)
     kernels = Kernels.named(spec.kernels)
+    kernels = kernels.in_slices() if spec.tiles else kernels
     kernels.check(plain.graph.device)
     captured = capture_forward(
         spec.model,
@@ -50,7 +50,7 @@ def step_graph(
         expected=expected,
         kernels=kernels,
     )
-    graph = with_held_tangents(with_costs(captured, spec.progress) if spec.profile else captured)
+    graph = with_held_tangents(kernels.with_costs(captured, spec.progress) if spec.profile else captured)
     if spec.accumulate > 1:
         graph = _with_gradients(graph)
     return _with_optimizer(graph, plain)

@@ -18,7 +18,6 @@ from lowtide.backend.observe import storages_of
 from lowtide.backend.settled import settled
 from lowtide.backend.solve import planned_alone, without_others
 from lowtide.compat.dynamo import take_a_list
-from lowtide.cost.price import with_costs
 from lowtide.errors import BadRequest
 from lowtide.solvers.solution import GraphSolution
 
@@ -59,7 +58,7 @@ class StepGraph(PlannedGraph):
         halves = super().partition(joint, inputs, **options)
         found = drawn(self.halves, frozenset(options.get("static_lifetime_input_indices") or ()))
         if self._step.request.profile:
-            found = replace(found, graph=with_costs(found.graph))
+            found = replace(found, graph=self.kernels.with_costs(found.graph))
         self._drawn = found
         first = planned_alone(found.graph, self._step.request)
         self._by_itself = first

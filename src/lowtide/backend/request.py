@@ -47,4 +47,5 @@ class Request:
             raise UnknownMethod(method, schedulers())
         wishes = bool(given.get("profile", True)), bool(given.get("tiles", False))
         kernels = Kernels.named(str(given.get("kernels", Kernels.EAGER)))
+        kernels = kernels.in_slices() if wishes[1] else kernels
         return Request(Budget.parse(budget).bytes, method, *wishes, kernels)

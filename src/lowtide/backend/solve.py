@@ -9,7 +9,6 @@ import torch
 from lowtide.aot.kernels import Kernels
 from lowtide.backend.request import Request
 from lowtide.compat.ddp import active_wrapper
-from lowtide.cost.price import with_costs
 from lowtide.distributed.agreement import TIMEOUT_SECONDS, agreed, largest
 from lowtide.distributed.ddp import with_buckets
 from lowtide.errors import InfeasibleBudget
@@ -122,7 +121,7 @@ def _in_slices(graph: Graph, request: Request) -> Graph:
 
     found = best_tiled(
         graph,
-        lambda sliced: with_costs(sliced) if request.profile else sliced,
+        lambda sliced: request.kernels.with_costs(sliced) if request.profile else sliced,
         solved,
         lambda sliced: solve(sliced, quick, LOWEST),
         is_lowest=request.budget_bytes is None,

@@ -123,7 +123,12 @@ def reductions_apart() -> Mapping[Any, Callable[..., Any]]:
 
 
 def _is_reduction_and_more(name: str) -> bool:
-    return name.startswith("aten.") and any(part in name for part in ("_norm", "softmax", "nll_loss"))
+    return name.startswith("aten.") and ("_norm" in name or is_loss(name))
+
+
+def is_loss(name: str) -> bool:
+    """Whether an op of this name is a softmax, or the loss that is computed of one."""
+    return "softmax" in name or "nll_loss" in name
 
 
 def missing_compiler(device: str) -> str | None:

@@ -60,7 +60,7 @@ class Execution:
     ) -> None:
         self.graph = graph
         self._corrected = Corrected(graph, schedule, budget_bytes)
-        self.kernels = Kernels.EAGER if graph.fused is None else Kernels.INDUCTOR
+        self.kernels = Kernels.of(graph)
         self.schedules = [
             schedule
         ]  # the last one is followed; forwards before it may still wait for their backward

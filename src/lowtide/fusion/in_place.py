@@ -4,14 +4,14 @@ Generated code has no need of new memory for a result that is as large as someth
 So while such a kernel runs, one of the two does not count. An op says so by a workspace below zero: it takes
 less than it reads and makes.
 
-Which values a kernel reads last depends on the schedule. It does not for those that nobody can want later,
-whatever is computed again; only these are counted on, and `kept_too_long` tells whether a schedule holds one
-of them all the same.
+Which values a kernel reads last depends on the schedule. For what the backward makes it hardly does, and only
+that is counted on; `kept_too_long` tells whether a schedule holds one of them all the same. What is saved for
+the backward is written over by some releases of Inductor, and by some of its kernels: that is not counted on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from lowtide.ir.graph import Graph, Op, Phase, Role, argument_tensors
@@ -61,6 +61,7 @@ def _is_as_large(graph: Graph, op: Op, value: int) -> bool:
     return (
         graph.values[value].role is Role.INTERMEDIATE
         and value in graph.creator
+        and graph.ops[graph.creator[value]].phase is Phase.BACKWARD  # what is saved may be needed
         and value not in graph.outputs
         and graph.counted_bytes(value) == graph.counted_bytes(largest) > 0
         and any(each.value == value and each.dtype == made.dtype for each in taken)
@@ -68,17 +69,5 @@ def _is_as_large(graph: Graph, op: Op, value: int) -> bool:
 
 
 def _read_last(graph: Graph, value: int, op: Op) -> bool:
-    """Whether nothing can want `value` after `op` has run for the last time."""
-    return op.phase is Phase.BACKWARD and all(at <= op.id for at in _wanted_at(graph, value))
-
-
-def _wanted_at(graph: Graph, value: int) -> Iterator[int]:
-    """Where in the step a value may be read: forward ops may run again for what reads their results."""
-    waiting, seen = [value], {value}
-    while waiting:
-        for number in graph.readers.get(waiting.pop(), ()):
-            yield number
-            reader = graph.ops[number]
-            if reader.phase is Phase.FORWARD:
-                waiting += (made for made in reader.creates if made not in seen)
-                seen.update(reader.creates)
+    """Whether nothing reads `value` after `op`, in the order of the graph."""
+    return op.phase is Phase.BACKWARD and graph.readers[value][-1] == op.id

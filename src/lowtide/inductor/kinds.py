@@ -40,6 +40,12 @@ _POINTWISE = frozenset(
 )
 _REDUCTIONS = frozenset(
     {
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "_softmax",
+        "_softmax_backward_data",
+        "nll_loss_backward",
+        "nll_loss_forward",
         "amax",
         "amin",
         "any",

@@ -20,10 +20,10 @@ from lowtide._version import __version__
 from lowtide.aot.codegen import emit
 from lowtide.aot.draw import drawn
 from lowtide.aot.halves import Halves, results_of
+from lowtide.aot.kernels import Kernels
 from lowtide.aot.tangents import with_held_tangents
 from lowtide.compat.dynamo import default_partition
 from lowtide.compat.inductor import CustomPartitionerFn, refreshed, retraced, without_repetition
-from lowtide.cost.price import with_costs
 from lowtide.errors import BadRequest, InfeasibleBudget
 from lowtide.fusion.fuse import fused
 from lowtide.inductor.kinds import kind_of
@@ -49,7 +49,7 @@ class Partitioner(CustomPartitionerFn):
         BadRequest: sizes are symbols; compile with dynamic=False.
     """
 
-    def __init__(self, budget: str | int = LOWEST, elsewhere: str | int = 0, profile: bool = False) -> None:
+    def __init__(self, budget: str | int = LOWEST, elsewhere: str | int = 0, profile: bool = True) -> None:
         asked = Budget.parse(budget)
         if str(budget).strip().endswith("%"):
             raise BadRequest(
@@ -84,7 +84,7 @@ class Partitioner(CustomPartitionerFn):
         halves = Halves(forward, backward, user_results)
         found = drawn(halves, frozenset(static))
         graph = with_held_tangents(self._beside_others(found.graph))
-        solution = self._solved(with_costs(graph) if self._profile else graph)
+        solution = self._solved(Kernels.INDUCTOR.with_costs(graph) if self._profile else graph)
         self.solutions.append(solution)
         code = emit(halves, solution.graph, solution.schedule, 0)
         assert code.backward is not None, "a joint graph has a backward"

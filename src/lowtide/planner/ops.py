@@ -17,7 +17,6 @@ from lowtide.aot.graph_backend import Spares
 from lowtide.aot.kernels import Kernels
 from lowtide.aot.step_graph import step_graph
 from lowtide.compat.garbage import collecting_seldom
-from lowtide.cost.price import with_costs
 from lowtide.errors import InfeasibleBudget
 from lowtide.execute.apply import set_aside
 from lowtide.execute.circumstances import circumstances
@@ -85,7 +84,9 @@ class StepBudget:
     def in_slices(self) -> StepBudget:
         """The same step, stretches of which may run in slices: it is not traced and captured once more."""
         found = replace(self, spec=replace(self.spec, tiles=True))
-        found.__dict__.update(_alone=self._alone, graph=self.graph)
+        found.__dict__["_alone"] = self._alone
+        if Kernels.named(self.spec.kernels) is Kernels.EAGER:  # others capture losses otherwise
+            found.__dict__["graph"] = self.graph
         return found
 
     def settled(self, budget: Budget) -> Budget:
@@ -159,7 +160,8 @@ class StepBudget:
 
     def priced(self, graph: Graph) -> Graph:
         """What slices of the step cost, if ops are to be run for that; else parts of what the whole costs."""
-        return with_costs(graph, self.spec.progress) if self.spec.profile else graph
+        kernels = Kernels.named(self.spec.kernels)
+        return kernels.with_costs(graph, self.spec.progress) if self.spec.profile else graph
 
     def least_bytes_in_slices(self, method: str | Scheduler, seconds: float) -> int | None:
         """The least budget that a quick search with slices keeps, after about so many seconds; None: no idea.

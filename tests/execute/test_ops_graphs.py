@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
+from lowtide.aot.capture import capture_forward
 from lowtide.solvers.solution import GraphSolution
 from tests.helpers.eager import assert_trains_like_plain, mean_square
 
@@ -93,6 +94,17 @@ def test_a_graphs_results_are_counted_for_as_long_as_its_caller_holds_them() -> 
     ]
     scores_bytes = 2 * 20 * 20 * 4
     assert peaks[1].peak_bytes - peaks[0].peak_bytes == 2 * scores_bytes
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_dynamo_leaves_in_circles_where_graphs_end_is_not_held_to_the_end_of_the_step(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Blocks(at_once=True) if ends else Attention()
+    collected: list[tuple[int, ...]] = []  # of all generations, or of some as Dynamo itself does it
+    monkeypatch.setattr("lowtide.aot.capture.gc.collect", lambda *some: collected.append(some))
+    capture_forward(model, (torch.randn(2, 20, 16),), mean_square)
+    assert (() in collected) == ends
 
 
 class Masked(nn.Module):

@@ -7,6 +7,7 @@ the next, in either direction, is known by its storage, and what runs between gr
 
 from __future__ import annotations
 
+import gc
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from lowtide.aot.kernels import Kernels
 from lowtide.aot.sections import OUTSIDE, Eagerly, Modules, Sections
 from lowtide.compat.cudnn_rnn import recurrent_layers_by_cudnn
 from lowtide.compat.dispatch import without_modes
-from lowtide.compat.dynamo import uncompiled
+from lowtide.compat.dynamo import frames_compiled, uncompiled
 from lowtide.compat.garbage import collecting_seldom
 from lowtide.compat.patches import patched
 from lowtide.compat.tensors import tensors_in
@@ -246,8 +247,11 @@ def _step_around_forward(
     if own is not None:
         forward = torch.compile(own, backend=backend, dynamic=False)
     compiled = forward if own is not None else partial(forward, model)
+    before = frames_compiled()
     with patched(model, "forward", compiled, why="it is captured, and its hooks are not", since="torch 2.11"):
         output = model(*args, **kwargs)
+    if frames_compiled() - before > 1:
+        gc.collect()  # where a graph ends, Dynamo leaves frames in circles, which hold what is dead otherwise
     return (output, None) if loss is None else (loss(output), output)
 
 

@@ -25,6 +25,7 @@ from lowtide.ir.schedule import Compute, Free, Schedule, Step
 from lowtide.tiles.blocks import contracted
 
 TARGET = "lowtide.kernel.default"
+_PRODUCTS = ("aten.mm.default", "aten.bmm.default")  # made late, with what they are added to, if not told
 _MOST_READ = 4  # large tensors that one kernel reads to compute what is not written
 _MOST_MEMBERS = 48  # ops in one kernel; generated code gets slow to compile beyond
 
@@ -63,7 +64,9 @@ def fused(
     written = frozenset(
         blocks.origin(op.id)
         for op in base.ops
-        if kinds[op.id] is Treatment.POINTWISE and op.id not in chains.unwritten and op.creates
+        if op.creates
+        and op.id not in chains.unwritten
+        and (kinds[op.id] is Treatment.POINTWISE or op.target in _PRODUCTS)
     )
     before = Fused(graph, tuple(members), written)
     whole = replace(base, ops=tuple(ops), values=tuple(values), tiled=None, fused=before)

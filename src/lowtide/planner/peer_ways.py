@@ -17,6 +17,7 @@ from lowtide.compat.compiling import compiling_afresh
 from lowtide.compat.dynamo import activation_budget
 from lowtide.errors import BadRequest, InfeasibleBudget, LowtideError
 from lowtide.execute.apply import apply
+from lowtide.fusion.fuse import of_ops
 from lowtide.planner.checkpointed import switch_checkpointing_on
 from lowtide.planner.ladder import AnySolution, Ladder
 from lowtide.planner.peer_steps import PeerReading, PeerSteps
@@ -295,7 +296,7 @@ class PlanEngine:
 
 
 def _has_slices(solution: AnySolution) -> bool:
-    return isinstance(solution, GraphSolution) and solution.graph.tiled is not None
+    return isinstance(solution, GraphSolution) and of_ops(solution.graph).tiled is not None
 
 
 def _predicted(solution: AnySolution) -> int:

@@ -8,6 +8,7 @@ much less to hold as it was found to exceed it by.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from lowtide.errors import InfeasibleBudget
 from lowtide.ir.graph import Graph, Phase, short_name
@@ -16,6 +17,7 @@ from lowtide.ir.simulate import simulate
 from lowtide.ir.walk import walk
 from lowtide.solvers import solve
 from lowtide.solvers.ops.auto import Auto
+from lowtide.text.budget import LOWEST
 
 _TRIES = 4
 _UNREAD = (
@@ -33,12 +35,15 @@ class Corrected:
         self._schedule = schedule
         self._budget_bytes = budget_bytes
         self._found: dict[Half, int] = {}
+        self._is_new = False  # what was found, since it was last looked at
         self._plans = 0
+        self._is_lowest = False  # the plan that is followed: there is none below
         self._least: int | None = None  # the lowest peak that was found
 
     def note(self, half: Half, growth_bytes: int) -> None:
         """The code for a half holds at most so much above what is there when it begins."""
-        self._found[half] = growth_bytes
+        self._found[half] = max(growth_bytes, self._found.get(half, 0))
+        self._is_new = True
 
     def reading(self, section: int) -> Callable[[Phase, Callable[..., int]], None]:
         """What is to be told that a half of a section was compiled, and how to read off what it holds."""
@@ -79,23 +84,31 @@ class Corrected:
         Raises:
             InfeasibleBudget: no plan was found whose code is within the budget.
         """
-        if self._budget_bytes is None or not self._found:
+        if self._budget_bytes is None or not self._is_new:
             return None
         peak_bytes = self.peak_bytes
         self._least = peak_bytes if self._least is None else min(self._least, peak_bytes)
         excess = peak_bytes - self._budget_bytes
-        if excess <= 0:
-            return None
-        self._plans += 1
-        aim = simulate(self._graph, self._schedule).peak_bytes - excess
-        if self._plans > _TRIES or aim <= 0:
+        if excess > 0:
+            self._schedule = self._lower_by(excess)
+            self._plans += 1
+            self._found.clear()
+        self._is_new = False
+        return self._schedule if excess > 0 else None
+
+    def _lower_by(self, excess: int) -> Schedule:
+        """A schedule that holds so much less than the one followed; where there is none, the lowest."""
+        if self._plans == _TRIES or self._is_lowest:
             raise self._refusal()
-        try:
-            self._schedule = solve(self._graph, Auto(), aim).schedule
-        except InfeasibleBudget as error:
-            raise self._refusal() from error
-        self._found.clear()
-        return self._schedule
+        aim = simulate(self._graph, self._schedule).peak_bytes - excess
+        if aim > 0:
+            with suppress(InfeasibleBudget):
+                return solve(self._graph, Auto(), aim).schedule
+        self._is_lowest = True
+        lowest = solve(self._graph, Auto(), LOWEST).schedule
+        if lowest == self._schedule:
+            raise self._refusal()
+        return lowest
 
     def _refusal(self) -> InfeasibleBudget:
         return InfeasibleBudget(
@@ -104,19 +117,22 @@ class Corrected:
 
 
 def _spans(graph: Graph, schedule: Schedule) -> dict[Half, range]:
-    """Where in a schedule each half runs: from the first of its ops to the last."""
+    """Where in a schedule each half runs: from its first op to its last, and what is freed then."""
     found: dict[Half, range] = {}
+    latest: Half | None = None  # the last one of which an op has run for the first time
     done: set[int] = set()
     waiting: dict[int, int] = {}  # section -> where ops that run again begin, before one that runs first
     for event in walk(graph, schedule):
         op = event.op
         if op is None:
+            if latest is not None and found[latest].stop == event.position:
+                found[latest] = range(found[latest].start, event.position + 1)
             continue
         if op.id in done:
             waiting.setdefault(op.section, event.position)
             continue
         done.add(op.id)
-        half = op.section, op.phase
+        latest = half = op.section, op.phase
         begun = found.get(half)
         start = waiting.pop(op.section, event.position) if begun is None else begun.start
         waiting.pop(op.section, None)

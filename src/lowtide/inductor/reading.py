@@ -26,6 +26,8 @@ from lowtide.errors import LowtideError
 from lowtide.ir.graph import short_name
 from lowtide.ir.simulate import Allocator, allocator_of
 
+_WAY_OUT = 'Nobody can tell what it holds: plan with kernels="eager".'
+
 
 class UnreadableCode(LowtideError):
     """Generated code that does something which is not known here."""
@@ -58,7 +60,9 @@ def growth_bytes(
         try:
             results = _compiled(function, _globals(function, library, held))(None, fakes)
         except (TypeError, ValueError, RuntimeError, AttributeError, NameError, IndexError) as error:
-            raise UnreadableCode(f"the code that was generated cannot be followed: {error}") from error
+            raise UnreadableCode(
+                f"the code that was generated cannot be followed: {error}. {_WAY_OUT}"
+            ) from error
         del results, others
     return held.most_bytes
 
@@ -75,7 +79,9 @@ def _function(code: str) -> ast.FunctionDef:
         if isinstance(node, ast.FunctionDef) and node.name == "call"
     ]
     if len(found) != 1 or len(found[0].args.args) != 2:
-        raise UnreadableCode("the code that was generated has no function of its own that runs the kernels")
+        raise UnreadableCode(
+            f"the code that was generated has no function of its own that runs the kernels. {_WAY_OUT}"
+        )
     return found[0]
 
 

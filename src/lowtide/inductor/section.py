@@ -59,14 +59,14 @@ class GeneratedBackward:
         """The gradients. Empties `args`."""
         again = is_to_be_run_again()
         if again not in self._runs:
+            owned = () if again else self._forward.given_up
             run = self._runs[again] = generated(
                 self._graph,
                 args,
                 is_backward=True,
                 handed_out=len(args) + len(self._graph.graph.nodes),
-                given_up=() if again else self._forward.given_up,
+                given_up=owned,
             )
-            owned = self._forward.given_up
             self._found(Phase.BACKWARD, partial(growth_bytes, run.source_code, args, owned=owned))
         return self._runs[again](args)
 

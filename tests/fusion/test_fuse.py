@@ -152,6 +152,24 @@ def test_a_sum_of_two_large_tensors_that_is_wanted_twice_is_written_once() -> No
     assert written(kernels_of(wanted_twice(250))) == {0, 1, 3, 4, 5}
 
 
+def test_what_takes_thirteen_ops_and_is_wanted_twice_is_written_once() -> None:
+    def branching(count: int) -> Graph:
+        drawing = Drawing()
+        value = drawing.value("x", 1000, Role.BATCH)
+        for number in range(count):
+            made = drawing.value(f"v{number}", 1000)
+            drawing.op("aten.relu.default", [value], [made])
+            value = made
+        ends = [drawing.value(name, 8) for name in "ab"]
+        for end in ends:
+            drawing.op("aten.sum.default", [value], [end])
+        return drawing.graph(ends)
+
+    shared = tuple(range(12))
+    assert members(kernels_of(branching(12))) == ((*shared, 12), (*shared, 13))
+    assert members(kernels_of(branching(13))) == ((*shared, 12), (13,), (14,))
+
+
 def masked(mask_bytes: int) -> Graph:
     """A mask of a product, made in the forward and wanted in the backward alone."""
     drawing = Drawing()

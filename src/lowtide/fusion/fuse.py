@@ -27,6 +27,7 @@ from lowtide.tiles.blocks import contracted
 TARGET = "lowtide.kernel.default"
 _PRODUCTS = ("aten.mm.default", "aten.bmm.default")  # made late, with what they are added to, if not told
 _MOST_READ = 4  # large tensors that one kernel reads to compute what is not written
+_MOST_SHARED = 12  # ops that several kernels compute, each for itself; Inductor writes what takes more
 _MOST_MEMBERS = 48  # ops in one kernel; generated code gets slow to compile beyond
 
 
@@ -172,7 +173,7 @@ def _pays(graph: Graph, value: int, read: tuple[int, ...], members: int, residen
     readers = [graph.ops[reader] for reader in graph.readers.get(value, ())]
     if len(large) > _MOST_READ or len(read) > 3 * _MOST_READ or members > _MOST_MEMBERS:
         return False
-    if len(readers) > 1 and len(large) > 1:
+    if len(readers) > 1 and (len(large) > 1 or members > _MOST_SHARED):
         return False
     # A small summary of something large, a mask say, that waits for the backward.
     waits = graph.ops[graph.creator[value]].phase is Phase.FORWARD and any(

@@ -22,6 +22,7 @@ from lowtide.aot.draw import drawn
 from lowtide.aot.halves import Halves, results_of
 from lowtide.aot.kernels import Kernels
 from lowtide.aot.tangents import with_held_tangents
+from lowtide.aot.unused_draws import draw_once, name_results_of_unused_draws
 from lowtide.compat.dynamo import default_partition
 from lowtide.compat.inductor import CustomPartitionerFn, refreshed, retraced, without_repetition
 from lowtide.errors import BadRequest, InfeasibleBudget
@@ -39,7 +40,8 @@ class Partitioner(CustomPartitionerFn):
 
     `budget` is a size ("8GiB"), or "min" for as little as can be. It holds for each graph with all that is on
     the device when it is compiled; `elsewhere` is what will be there besides, such as the states of an
-    optimizer that has made none yet. `solutions` are the plans, in the order in which graphs were compiled.
+    optimizer that has made none yet. `solutions` are the plans, in the order in which graphs were compiled;
+    what comes from Inductor's caches was planned by another process.
 
     Not counted: other graphs of the same step, where graphs break (`torch.compile(backend="lowtide")` sees
     all of them), and which kernels write over what they read: a step may hold less than was planned.
@@ -77,9 +79,10 @@ class Partitioner(CustomPartitionerFn):
                 "a budget is planned for sizes that are numbers, and Dynamo made some of them symbols. "
                 "Compile with dynamic=False; every size is then planned for when it is met."
             )
-        forward, backward = default_partition(
-            without_repetition(gm), joint_inputs, num_fwd_outputs=user_results
-        )
+        joint = without_repetition(gm)
+        name_results_of_unused_draws(joint)
+        forward, backward = default_partition(joint, joint_inputs, num_fwd_outputs=user_results)
+        draw_once(forward, backward)
         refreshed(forward, backward)
         halves = Halves(forward, backward, user_results)
         found = drawn(halves, frozenset(static))

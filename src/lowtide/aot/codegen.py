@@ -59,6 +59,7 @@ _QUICKER: Mapping[Any, Callable[..., Any]] = {
     aten.tanh.default: torch.tanh,
     aten.transpose.int: torch.transpose,
 }
+_SCALES = "aten.mul.out"  # outside of blocks: what one has made, scaled
 _IN_GRAD_MODE: Mapping[Any, Callable[..., Any]] = {aten.mkldnn_rnn_layer.default: rnn_layer_for_training}
 _SAME = (aten.detach.default, aten.alias.default)  # where there is no autograd, these change nothing
 
@@ -151,6 +152,7 @@ class _SectionOps:
     ) -> None:
         self.graph = graph
         self.written = written
+        self.apart = apart
         # The blocks that are to be functions of their own, by each of their ops.
         tiles = graph.tiled.blocks if apart and graph.tiled is not None else ()
         self.block_of = {op: tile.first for tile in tiles for op in range(tile.first, tile.stop)}
@@ -327,6 +329,9 @@ class _Half:
         for value in op.creates:
             self._begin_anew(value)
         args = tuple(self._real(arg) for arg in op.args)
+        if op.target == _SCALES and not self.writes_in_place:
+            self._scale(op, args)
+            return
         options = {name: self._real(arg) for name, arg in op.kwargs}
         target = resolve(op.target)
         is_plain = not any(isinstance(arg, fx.Node) for arg in options.values())
@@ -345,6 +350,22 @@ class _Half:
             result = self.graph.call_function(as_planned, (result, tensor.shape, tensor.stride))
             self._slices[tensor.value] = tensor, result
             self._stand_for(tensor.value, result)
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether ops may write into tensors that are there: code that is to be compiled makes new ones."""
+        return not self.part.apart
+
+    def _scale(self, op: Op, args: tuple[Any, ...]) -> None:
+        """What a block has made, scaled into a narrower type: a product, and a cast."""
+        (value,) = op.mutates
+        tensor = next(self.part.graph.tensors[out] for out in op.outputs if out is not None)
+        product = self.graph.call_function(aten.mul.Tensor, args)
+        cast = torch.ops.prims.convert_element_type.default
+        result = self.graph.call_function(cast, (product, getattr(torch, tensor.dtype)))
+        self._done.add(op.id)
+        self._slices[value] = tensor, result
+        self._stand_for(value, result)
 
     def _begin_anew(self, value: int) -> None:
         """A value is about to be made: whatever looked at it before does so no longer."""
@@ -481,6 +502,11 @@ class _BlockCode(_Half):
         self._half = half
         self.given: dict[fx.Node, fx.Node] = {}  # nodes of the half -> what stands for them here
         self.made: set[int] = set()
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Nobody compiles what is in a block."""
+        return True
 
     def do(self, step: Step) -> None:
         if step.runs is not None:

@@ -16,9 +16,11 @@ from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext, tracing
 from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._triton import has_triton
 
@@ -43,8 +45,10 @@ PRIVATE = (
         "has that function return tensors with the strides that the graph says",
     ),
     Private("torch._functorch.compile_utils.fx_graph_cse", "has equal ops run once"),
+    Private("torch._inductor.custom_graph_pass.CustomGraphPass", "is known to caches of generated code"),
     Private("torch._inductor.custom_graph_pass.CustomPartitionerFn", "what cuts a joint graph for Inductor"),
     Private("torch.fx.Node._rename", "gives a node a name that is free"),
+    Private("torch.fx.experimental.symbolic_shapes.ShapeEnv", "what is known of sizes that are symbols"),
     Private("torch.fx.passes.fake_tensor_prop.FakeTensorProp", "what the nodes of a graph stand for"),
     Private("torch._inductor.cpp_builder.get_cpp_compiler", "whether there is a C++ compiler"),
     Private("torch._inductor.exc.InvalidCxxCompiler", "there is none"),
@@ -144,7 +148,7 @@ def missing_compiler(device: str) -> str | None:
 
 def fake_mode() -> FakeTensorMode:
     """A world of tensors without numbers, for shapes that are what they are."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # caches of code want one
 
 
 def generated(
@@ -180,6 +184,8 @@ def generated(
         around.enter_context(config.patch(fallback_random=True, reorder_for_peak_memory=False))
         with mode:
             apart = _taken_apart(graph, fakes)
+        told = _Told(tuple(given_up), config.post_grad_custom_post_pass)
+        around.enter_context(config.patch(post_grad_custom_post_pass=told))
         context = TracingContext(mode)
         context.fw_metadata = _GivenUp(list(given_up))
         around.enter_context(tracing(context))
@@ -199,6 +205,25 @@ class _GivenUp:
     """What Inductor wants to know of the step whose graph it is given."""
 
     bw_donated_idxs: list[int]  # arguments that it may write over
+
+
+class _Told(CustomGraphPass):
+    """Changes nothing: caches of generated code, which do not look at what that writes over, look at this."""
+
+    def __init__(self, given_up: tuple[int, ...], own: Any) -> None:
+        self._given_up = given_up
+        self._own = own  # what the user has there
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._own is not None:
+            self._own(graph)
+
+    def uuid(self) -> str | None:
+        """None, so that nothing is cached, where the user's own pass has none."""
+        if self._own is None:
+            return repr(self._given_up)
+        known = self._own.uuid() if isinstance(self._own, CustomGraphPass) else None
+        return None if known is None else f"{self._given_up} {known!r}"
 
 
 def is_to_be_run_again() -> bool:

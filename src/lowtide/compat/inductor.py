@@ -18,7 +18,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
-from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -27,6 +27,7 @@ from torch.utils._triton import has_triton
 from lowtide.compat.fake import FakeTensor, FakeTensorMode
 from lowtide.compat.private import Private
 from lowtide.compat.views import VIEWS
+from lowtide.errors import CannotApply
 
 PRIVATE = (
     Private("torch._C._autograd._get_current_graph_task_keep_graph", "whether a backward may be run again"),
@@ -51,6 +52,7 @@ PRIVATE = (
     Private("torch.fx.experimental.symbolic_shapes.ShapeEnv", "what is known of sizes that are symbols"),
     Private("torch.fx.passes.fake_tensor_prop.FakeTensorProp", "what the nodes of a graph stand for"),
     Private("torch._inductor.cpp_builder.get_cpp_compiler", "whether there is a C++ compiler"),
+    Private("torch._inductor.exc.InductorError", "a graph that no code is generated for"),
     Private("torch._inductor.exc.InvalidCxxCompiler", "there is none"),
     Private("torch._inductor.decomposition.select_decomp_table", "what Inductor takes ops apart into"),
     Private(
@@ -196,7 +198,14 @@ def generated(
         output.meta["user_visible_output_idxs"] = [
             at for at in seen if isinstance(output.args[0][at], fx.Node)
         ]
-        found: Any = compile_fx_inner(apart, fakes, is_backward=is_backward)
+        try:
+            found: Any = compile_fx_inner(apart, fakes, is_backward=is_backward)
+        except InductorError as error:
+            what = " ".join(str(error).split())
+            raise CannotApply(
+                f"Inductor cannot generate code for a part of this step ({what:.300}). That is a fault of "
+                f'PyTorch {torch.__version__}, or of the step: leave kernels="eager" for it.'
+            ) from error
     return cast(Generated, found)
 
 

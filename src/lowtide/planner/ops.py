@@ -175,7 +175,7 @@ class StepBudget:
         def lowest(graph: Graph) -> GraphSolution:
             if time.monotonic() > stop:
                 raise _OutOfTime
-            solution = solve(graph, quick, LOWEST)
+            solution = self._solved(graph, quick, None)
             found.append(solution)
             return solution
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lowtide.fusion.fuse import of_ops
 from lowtide.ir.graph import Graph, Tile, Tiled
 from lowtide.text.names import together, unnumbered, without_middle
 from lowtide.text.rounding import unit_for
@@ -44,6 +45,7 @@ class RegionFamily:
 
 def families(graph: Graph) -> tuple[RegionFamily, ...]:
     """What of a graph runs in slices, what spares most first. Their extra seconds sum to the graph's."""
+    graph = of_ops(graph)
     if graph.tiled is None:
         return ()
     tiles: dict[object, list[Tile]] = defaultdict(list)

@@ -75,7 +75,7 @@ def steps(model: nn.Module, step: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 @needs_compiler
 def test_a_step_that_is_cut_by_a_plan_trains_as_a_stock_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    monkeypatch.setattr("torch._functorch.config.enable_autograd_cache", False)  # planned here and now
     model = Layers()
     stock = copy.deepcopy(model)
     partitioner = lowtide.Partitioner("min")
@@ -92,7 +92,8 @@ def test_a_step_that_is_cut_by_a_plan_trains_as_a_stock_one(monkeypatch: pytest.
     args = batch()
     model.zero_grad(set_to_none=True)
     reading = lowtide.measure(lambda: step(*args).backward(), device="cpu")
-    assert reading.growth_bytes <= solution.timeline.growth_bytes
+    with_channels_last = args[0].nbytes + model.conv.weight.nbytes  # copies that Inductor makes and keeps
+    assert reading.growth_bytes <= solution.timeline.growth_bytes + with_channels_last
 
 
 def test_the_uuid_tells_budgets_apart_and_is_the_same_elsewhere() -> None:

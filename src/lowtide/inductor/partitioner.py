@@ -44,7 +44,8 @@ class Partitioner(CustomPartitionerFn):
     what comes from Inductor's caches was planned by another process.
 
     Not counted: other graphs of the same step, where graphs break (`torch.compile(backend="lowtide")` sees
-    all of them), and which kernels write over what they read: a step may hold less than was planned.
+    all of them), which kernels write over what they read, and the copies that Inductor makes of images and
+    weights to have their channels last.
 
     Raises, inside of Dynamo's error:
         InfeasibleBudget: the graph needs more than the budget.

@@ -17,6 +17,7 @@ import lowtide
 from lowtide.compat.inductor import _Told, missing_compiler
 from lowtide.errors import CannotApply
 from lowtide.fusion.fuse import of_ops
+from lowtide.solvers.solution import GraphSolution
 
 NO_COMPILER = missing_compiler("cpu")
 needs_compiler = pytest.mark.skipif(NO_COMPILER is not None, reason=f"{NO_COMPILER} is not here")
@@ -81,6 +82,7 @@ def test_a_head_in_half_precision_is_scaled_after_its_slices() -> None:
     model, batch = Head().bfloat16(), (torch.randn(64, 16).bfloat16(), torch.arange(64))
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     solution = lowtide.plan(model, batch, budget="min", kernels="inductor", tiles=True)
+    assert isinstance(solution, GraphSolution)
     assert of_ops(solution.graph).tiled is not None
     assert "aten.mul.out" in {op.target for op in of_ops(solution.graph).ops}
     lowtide.apply(model, solution)

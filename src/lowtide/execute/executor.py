@@ -35,7 +35,7 @@ from lowtide.execute.out_variants import (
     writer,
 )
 from lowtide.execute.residents import Residents
-from lowtide.ir.graph import Arg, Graph, Op, Ref, Symbol, refs
+from lowtide.ir.graph import OPTIMIZER_STEP, Arg, Graph, Op, Ref, Symbol, refs
 from lowtide.ir.recomputable import does_nothing
 from lowtide.ir.schedule import Compute, Free, Schedule, straight
 from lowtide.ir.simulate import simulate
@@ -43,7 +43,7 @@ from lowtide.ir.strides import is_dense
 from lowtide.ir.validate import item_bytes
 
 Thunk = Callable[[], object]
-_NOT_IN_THE_GRAPH = ("lowtide.optimizer.step", "aten.lift_fresh.default")
+_NOT_IN_THE_GRAPH = (OPTIMIZER_STEP, "aten.lift_fresh.default")
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""A card as people mean it: all the memory that a device has to give, whatever PyTorch calls what it takes."""
+"""A card as people mean it: all the memory that a device has to give."""
 
 from __future__ import annotations
 

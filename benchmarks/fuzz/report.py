@@ -76,8 +76,8 @@ def _without_arena(rows: Sequence[Row]) -> Iterator[str]:
         of = sum(row["way"] == "arena" for row in rows)
         yield (
             f"Of the {of} steps for an arena {found} have none: what they do follows from a number that "
-            "exists only when they run, and an arena runs one graph. `in_arena` refuses them and names ways without "
-            "one: they were trained by their plan, and are counted by what came of that."
+            "exists only when they run, and an arena runs one graph. `in_arena` refuses them and names ways "
+            "without one: they were trained by their plan, and are counted by what came of that."
         )
         yield ""
 

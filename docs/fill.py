@@ -40,6 +40,8 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "planner.batch_steps",
             "trace.dry_run",
             "cost.measure",
+            "rehearsal.on_card",
+            "rehearsal.outcome",
             "trace.saved_report",
             "trace.saved",
         ),

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from lowtide.planner.fit import Fit, fit
     from lowtide.planner.layers import Rehearsal
     from lowtide.planner.peers import PeerComparison, compare_peers
+    from lowtide.rehearsal.on_card import card
+    from lowtide.rehearsal.outcome import Rehearsed
     from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
     from lowtide.solvers.frontier import frontier
     from lowtide.solvers.registry import methods, schedulers, solve
@@ -122,6 +124,7 @@ __all__ = [
     "Reached",
     "Reading",
     "Rehearsal",
+    "Rehearsed",
     "Role",
     "Saved",
     "Schedule",
@@ -141,6 +144,7 @@ __all__ = [
     "__version__",
     "apply",
     "capture",
+    "card",
     "compare",
     "compare_peers",
     "dry_run",
@@ -223,6 +227,8 @@ _NAMES_OF_MODULE = {
     "planner.layers": ("Rehearsal",),
     "planner.peers": ("PeerComparison", "compare_peers"),
     "chain.plan": ("Plan", "Segment"),
+    "rehearsal.on_card": ("card",),
+    "rehearsal.outcome": ("Rehearsed",),
     "trace.profile": ("profile",),
     "planner.batch_search": ("Reached",),
     "planner.batch_steps": ("Batch",),

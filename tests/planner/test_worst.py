@@ -169,6 +169,19 @@ def test_what_does_not_fit_is_told_with_and_without_a_plan() -> None:
     assert "nor with a plan: length 96, 10 of 90 samples (11.1 %)" in str(found)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_with_costs_other_lengths_are_scaled_too(device: str) -> None:
+    """For a GPU that is not here a profile adds the workspaces of libraries to what is resident."""
+    model = gpt()
+    peaks = {length: step_of(model, ids(length), device=device, profile=True) for length in (60, 90)}
+    memory = peaks[90].plain_peak_bytes - 1
+    found = ask(model, [8, 16, 60, 90], device=device, profile=True, memory=memory)
+    assert found.scaled, found.notes
+    by_length = {each.length: each for each in found.lengths}
+    assert by_length[60].peak_bytes == peaks[60].plain_peak_bytes
+    assert (by_length[90].fits, by_length[90].fits_planned) == (False, True)
+
+
 def test_what_fits_is_told_in_one_line() -> None:
     found = ask(gpt(), [10, 20], memory="1GiB")
     assert found.fits is True

@@ -15,7 +15,19 @@ from lowtide._version import __version__
 from lowtide.errors import LowtideError
 from lowtide.text.progress import switch_progress
 
-_COMMANDS = ("fit", "saved", "plan", "compare", "batch", "check", "report", "explain", "solvers", "zoo")
+_COMMANDS = (
+    "fit",
+    "saved",
+    "plan",
+    "compare",
+    "batch",
+    "worst",
+    "check",
+    "report",
+    "explain",
+    "solvers",
+    "zoo",
+)
 _BAD_REQUEST = 2
 _INTERRUPTED = 130  # as shells say it; click's own 1 would read as "it does not fit"
 

@@ -56,9 +56,9 @@ class LengthSteps:
             if self.lines is None or length == 1:
                 self._real[length] = Captured(spec)
             else:
-                # Costs are those that lines tell: nothing is profiled once more.
-                spec, expected = replace(spec, profile=False), self.predicted(length)
-                self._real[length] = Captured(spec, expected=expected, estimated=True)
+                estimated = spec.profile and not self._on_cuda(spec)
+                spec = replace(spec, profile=spec.profile and not estimated)
+                self._real[length] = Captured(spec, expected=self.predicted(length), estimated=estimated)
         return self._real[length]
 
     def abandon_lines(self, reason: DoesNotScale) -> None:
@@ -79,14 +79,22 @@ class LengthSteps:
 
     def _lines_through(self, sampled: Sequence[int]) -> Lines:
         small, large, *beside = (self._sample(length, place < 2) for place, length in enumerate(sampled))
-        by_rule = str(small.spec.device).startswith("cuda") and not torch.cuda.is_available()
+        by_rule = self._on_cuda(small.spec) and not torch.cuda.is_available()
         third = (beside[0], sampled[2]) if beside else None
         batches = (sampled[0], sampled[1])
         return Lines(small, large, batches, small.spec.profile and by_rule, "length", third)
 
     def _sample(self, length: int, with_costs: bool) -> Captured:
         spec = self._noted(length)
-        return Captured(replace(spec, profile=spec.profile and with_costs))
+        profile = spec.profile and (with_costs or self._on_cuda(spec))
+        return Captured(replace(spec, profile=profile))
+
+    @staticmethod
+    def _on_cuda(spec: StepSpec) -> bool:
+        """Whether ops are quick to profile: elsewhere that is done for two lengths alone."""
+        if spec.device is not None:
+            return str(spec.device).startswith("cuda")
+        return any(parameter.is_cuda for parameter in spec.model.parameters())
 
     def _noted(self, length: int) -> StepSpec:
         self.seen.add(length)

@@ -85,12 +85,16 @@ class ShapeClasses:
         ]
         return (*told, *dict.fromkeys(note for each in self.classes for note in each.batches.notes))
 
-    def __str__(self) -> str:
-        title = (
+    @property
+    def title(self) -> str:
+        """How many, within what, and what they waste."""
+        return (
             f"{len(self.classes)} classes within {format_bytes(self.memory_bytes)}, "
             f"{100 * self.padding:.1f} % of the tokens padding"
         )
-        return "\n".join([title, "", str(self.table()), *(f"note: {note}" for note in self.notes)])
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, "", str(self.table()), *(f"note: {note}" for note in self.notes)])
 
     def table(self) -> Table:
         """A row for each class."""

@@ -8,7 +8,7 @@ settle   the step is run on fake tensors at the worst length, and at the longest
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, InfeasibleBudget
+from lowtide.ir.graph import Phase
 from lowtide.planner.batch_family import DoesNotScale
 from lowtide.planner.batch_steps import Batch, Telling
 from lowtide.planner.largest import largest_that
@@ -39,13 +40,14 @@ class LengthPeak:
     """The step at one length. Whether it `fits` is None where no memory was named.
 
     `peak_bytes` is what the device's allocator will say that the step held as it is written, and `op` runs
-    then. `fits_planned` says whether a plan keeps it within the memory.
+    then, in the `phase`. `fits_planned` says whether a plan keeps it within the memory.
     """
 
     length: int
     samples: int
     peak_bytes: int
     op: str
+    phase: str
     fits: bool | None = None
     fits_planned: bool | None = None
 
@@ -56,6 +58,7 @@ class LengthPeak:
             "samples": self.samples,
             "predicted_peak_bytes": self.peak_bytes,
             "op": self.op,
+            "phase": self.phase,
             "fits": self.fits,
             "fits_planned": self.fits_planned,
         }
@@ -113,7 +116,8 @@ class Epoch:
         """The worst length, and what does not fit, in sentences."""
         worst = self.worst
         found = [
-            f"worst is length {worst.length}: {format_bytes(worst.peak_bytes)} at {worst.op}",
+            f"worst is length {worst.length}: {format_bytes(worst.peak_bytes)}, in the {worst.phase} at "
+            f"{worst.op}",
         ]
         if self.memory_bytes is None:
             return found
@@ -125,6 +129,14 @@ class Epoch:
             f"do not fit in {memory}: {self._listed(self.too_long)}",
             f"nor with a plan: {self._listed(self.too_long_planned)}",
         ]
+
+    def how_found(self) -> str:
+        """Which lengths were traced, in words."""
+        captured = ", ".join(map(str, self.captured))
+        if not self.scaled:
+            return f"traced at length {captured}"
+        sampled = ", ".join(map(str, self.sampled))
+        return f"traced at length {captured}; all others are scaled from {sampled}"
 
     def table(self) -> Table:
         """A row for each length, or for some of them and the worst."""
@@ -270,7 +282,8 @@ def _peak(steps: LengthSteps, length: int, samples: int) -> LengthPeak:
     step = steps.predicted(length)
     running = step.plain.timeline.peak_op
     op = "what is always there" if running is None else running.label
-    return LengthPeak(length, samples, step.plain_peak_bytes, op)
+    phase = Phase.FORWARD if running is None else running.phase
+    return LengthPeak(length, samples, step.plain_peak_bytes, op, phase.value)
 
 
 def _need(each: LengthPeak) -> int:
@@ -300,6 +313,4 @@ def _fitting(
 
 def _judged(each: LengthPeak, memory_bytes: int, fitting: frozenset[int]) -> LengthPeak:
     fits = each.peak_bytes <= memory_bytes
-    return LengthPeak(
-        each.length, each.samples, each.peak_bytes, each.op, fits, fits or each.length in fitting
-    )
+    return replace(each, fits=fits, fits_planned=fits or each.length in fitting)

@@ -38,6 +38,9 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "planner.batch",
             "planner.batch_search",
             "planner.batch_steps",
+            "planner.worst",
+            "planner.shape_classes",
+            "planner.lengths",
             "trace.dry_run",
             "cost.measure",
             "rehearsal.on_card",
@@ -53,6 +56,7 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "planner.layers",
             "execute.apply",
             "execute.ops_forward",
+            "execute.padding",
             "planner.compare",
             "planner.peers",
             "inductor.partitioner",
@@ -82,7 +86,7 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Files and sizes": (
         "Save and load, read and write bytes.",
-        ("solvers.files", "text.units", "text.budget"),
+        ("solvers.files", "text.units", "text.sizes", "text.card"),
     ),
     "Errors": (
         "All are `LowtideError`; [Troubleshooting](troubleshooting.md) says what to do about each.",

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from lowtide.execute.executor import Executor, evaluate
     from lowtide.execute.memory import Memory
     from lowtide.execute.ops_forward import plans_of, remove
+    from lowtide.execute.padding import padded
     from lowtide.inductor.partitioner import Partitioner
     from lowtide.ir.graph import Graph, Op, Origin, Phase, Role, Tensor, Value
     from lowtide.ir.schedule import Compute, Free, Schedule, straight
@@ -62,7 +63,10 @@ if TYPE_CHECKING:
     from lowtide.planner.compare import Comparison, compare
     from lowtide.planner.fit import Fit, fit
     from lowtide.planner.layers import Rehearsal
+    from lowtide.planner.lengths import best_classes
     from lowtide.planner.peers import PeerComparison, compare_peers
+    from lowtide.planner.shape_classes import ShapeClass, ShapeClasses, shape_classes
+    from lowtide.planner.worst import Epoch, LengthPeak, worst
     from lowtide.rehearsal.on_card import card
     from lowtide.rehearsal.outcome import Rehearsed
     from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
@@ -96,6 +100,7 @@ __all__ = [
     "Compute",
     "Confirmation",
     "DeviceMissing",
+    "Epoch",
     "Executor",
     "Extended",
     "Fit",
@@ -108,6 +113,7 @@ __all__ = [
     "InfeasibleBudget",
     "LargestBatch",
     "Layout",
+    "LengthPeak",
     "LowtideError",
     "MalformedGraph",
     "Memory",
@@ -129,6 +135,8 @@ __all__ = [
     "Saved",
     "Schedule",
     "Segment",
+    "ShapeClass",
+    "ShapeClasses",
     "ShapeMismatch",
     "Sharing",
     "Solution",
@@ -143,6 +151,7 @@ __all__ = [
     "Value",
     "__version__",
     "apply",
+    "best_classes",
     "capture",
     "card",
     "compare",
@@ -163,6 +172,7 @@ __all__ = [
     "methods",
     "normalise_from_output",
     "optimize",
+    "padded",
     "parse_bytes",
     "plan",
     "plans_of",
@@ -172,17 +182,20 @@ __all__ = [
     "save_solution",
     "saved",
     "schedulers",
+    "shape_classes",
     "share",
     "simulate",
     "solve",
     "straight",
     "validate",
+    "worst",
 ]
 
 # Modules are named by nouns: a function called like its module would be hidden by it once imported.
 _NAMES_OF_MODULE = {
     "execute.apply": ("apply",),
     "execute.ops_forward": ("plans_of", "remove"),
+    "execute.padding": ("padded",),
     "execute.arena_step": ("ArenaReport", "ArenaStep", "in_arena"),
     "autodiff.reverse": ("Extended", "forward_part", "gradient"),
     "planner.batch": ("LargestBatch", "largest_batch"),
@@ -225,7 +238,10 @@ _NAMES_OF_MODULE = {
     "inductor.partitioner": ("Partitioner",),
     "planner.api": ("optimize", "plan"),
     "planner.layers": ("Rehearsal",),
+    "planner.lengths": ("best_classes",),
     "planner.peers": ("PeerComparison", "compare_peers"),
+    "planner.shape_classes": ("ShapeClass", "ShapeClasses", "shape_classes"),
+    "planner.worst": ("Epoch", "LengthPeak", "worst"),
     "chain.plan": ("Plan", "Segment"),
     "rehearsal.on_card": ("card",),
     "rehearsal.outcome": ("Rehearsed",),

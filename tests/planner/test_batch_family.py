@@ -98,6 +98,50 @@ def test_a_storage_follows_from_the_extents_of_what_looks_at_it() -> None:
     assert graph.tensors[0].stride == (100, 1)
 
 
+def test_strides_follow_from_the_extents_inside_of_them() -> None:
+    """Scores of two heads: a head is n² apart from the next. Cut out of a row of three, so is every third."""
+
+    def scores(length: int) -> Graph:
+        drawing = Drawing()
+        made = drawing.value("scores", 4 * 2 * 3 * length * length)
+        drawing.op("aten.bmm.default", creates=[made])
+        shape, stride = (2, length, length), (3 * length * length, length, 1)
+        return replace(drawing.graph(), tensors=(Tensor(0, made, shape, stride, 0, "float32"),))
+
+    graph = family_of(scores(4), scores(8), (4, 8)).at(7)
+    assert graph.tensors[0].stride == (147, 7, 1)
+    check_same_sizes(graph, scores(7))
+
+
+def rounded(length: int) -> Graph:
+    """What a kernel takes is a multiple of 32, what it is given is not."""
+    drawing = Drawing()
+    taken = -(-length // 32) * 32
+    given, made = drawing.value("given", 4 * length), drawing.value("statistics", 4 * taken)
+    drawing.op("aten.attention.default", [given], [made])
+    looks = (
+        Tensor(0, given, (length,), (1,), 0, "float32"),
+        Tensor(1, made, (taken,), (1,), 0, "float32"),
+    )
+    return replace(drawing.graph(), tensors=looks)
+
+
+def test_a_third_capture_tells_what_kernels_round_up() -> None:
+    told = family_of(rounded(64), rounded(128), (64, 128), "length").told_by(rounded(65), 65)
+    assert told.rounded_to == (1, 32)
+    for length in (1, 31, 32, 33, 100, 1000):
+        check_same_sizes(told.at(length), rounded(length))
+
+
+def test_what_is_off_its_line_and_not_rounded_up_is_refused() -> None:
+    """Rounded to 32 it is not: 96 is what 70 would be, and 65 is told to be 97."""
+    family = family_of(rounded(64), rounded(128), (64, 128), "length")
+    given, made = rounded(65).tensors
+    odd = replace(rounded(65), tensors=(given, replace(made, shape=(97,))))
+    with pytest.raises(DoesNotScale, match=r"'statistics' was expected to be \(65,\) and is \(97,\)"):
+        family.told_by(odd, 65)
+
+
 def test_bytes_that_extents_explain_must_be_those_of_the_capture() -> None:
     scaled, real = family_of(drawn(4), drawn(8), (4, 8)).at(16), drawn(16)
     values = [replace(value, bytes=1700) if value.id == 2 else value for value in real.values]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ class Tower(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).sum()
+        loss: torch.Tensor = self.layers(x).sum()
+        return loss
 
 
 def rows(batch: int) -> torch.Tensor:
@@ -213,7 +215,7 @@ def test_the_backend_leaves_a_part_of_the_card_to_what_is_reserved() -> None:
 
 @pytest.mark.parametrize("what", ["compare", "solve", "Partitioner"])
 def test_who_counts_peaks_alone_refuses_a_card(what: str) -> None:
-    asked = {
+    asked: dict[str, Callable[[], object]] = {
         "compare": lambda: lowtide.compare(lowtide.Rehearsal(tower(), rows(8)), budget="8GiB card"),
         "solve": lambda: lowtide.solve(step(8).graph, budget="8GiB card"),
         "Partitioner": lambda: lowtide.Partitioner("8GiB card"),

@@ -22,6 +22,7 @@ _COMMANDS = (
     "compare",
     "batch",
     "rehearse",
+    "worst",
     "check",
     "report",
     "explain",

@@ -13,7 +13,7 @@ import inspect
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from lowtide.solvers.solution import GraphSolution, Solution
 Model = TypeVar("Model", bound=nn.Module)
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Solution | GraphSolution]
 ON_NEW_INPUTS = ("warn", "error", "ignore")
+MOST_PLANS = 32  # kinds of inputs that plans are held for at once, where new ones are planned for
 _FORWARD = "forward"
 _OF_FUNCTIONS = ("__closure__", "__code__", "__defaults__", "__globals__", "__kwdefaults__", "__name__")
 
@@ -48,12 +49,13 @@ def reroute(
     replan: Replan | None = None,
     of_layers: bool = False,
     spares: Spares | None = None,
+    others: Sequence[Solution | GraphSolution] = (),
 ) -> Model:
     """Make `model` train as `solution` plans, in place, and return it; see `lowtide.apply`.
 
     Without a solution, `replan` makes one for the first inputs of its training, whatever they are. Its plans
     may be of layers, and `of_layers` says that all are: these run hooks as they come. What it has taken apart
-    for them is in `spares`.
+    for them is in `spares`. `others` are plans for other inputs.
     """
     if on_new_inputs not in ON_NEW_INPUTS:
         raise BadRequest(f"on_new_inputs is {on_new_inputs!r}; it is one of {', '.join(ON_NEW_INPUTS)}.")
@@ -63,7 +65,8 @@ def reroute(
         check_layers(model, solution)
     before = model.__dict__.get(_FORWARD)
     remove(model)
-    solutions = {} if solution is None else {_inputs(model, solution, of_layers): solution}
+    planned = () if solution is None else (solution, *others)
+    solutions = {_inputs(model, each, of_layers): each for each in planned}
     route = _Route(model, solutions, on_new_inputs, accumulate, replan, of_layers, spares or Spares())
     if isinstance(before, _Route) and before.model is model:
         route.take_over(before)
@@ -224,6 +227,7 @@ class _Route:
         """How to run the model on these arguments; None: as if there was no plan."""
         inputs = self._planned_as(circumstances(model, args, kwargs, with_hooks=not self._of_layers))
         if inputs in self._courses:
+            self._courses[inputs] = self._courses.pop(inputs)  # the one that was used last is the last
             return self._courses[inputs]
         if inputs not in self.solutions:
             if self._replan is None or (self.solutions and self._on_new_inputs == "error"):
@@ -236,7 +240,21 @@ class _Route:
         if inputs not in self._courses:
             solution, spares = self.solutions[inputs], self._spares.handed_on()
             self._courses[inputs] = course_of(model, solution, self.own, self._teller(), spares)
+            self._let_go_of_oldest()
         return self._courses[inputs]
+
+    def _let_go_of_oldest(self) -> None:
+        """Hold no more than `MOST_PLANS`, and what was compiled for them, where each can be made anew."""
+        if self._replan is None or len(self._courses) <= MOST_PLANS:
+            return
+        oldest = next(iter(self._courses))
+        del self._courses[oldest], self.solutions[oldest]
+        self._tell(
+            "many plans",
+            f"the model has met more than {MOST_PLANS} kinds of inputs. The plan that was not used for the "
+            "longest time is let go of for each that is new, and made anew if its inputs come again. Pad to "
+            "a few lengths (lowtide.padded), and plans are made once.",
+        )
 
     def _planned_as(self, inputs: tuple[str, ...]) -> tuple[str, ...]:
         """The inputs whose plan is for these: themselves, or such as differ in floating-point numbers."""
@@ -286,7 +304,7 @@ class _Route:
                 "lowtide.optimize, so that it cannot be planned alone. Let that library have the model first "
                 "(accelerator.prepare, say), and then call lowtide.optimize."
             )
-        if self.solutions:
+        if self.solutions and self._on_new_inputs == "warn":
             self._tell(
                 "new inputs",
                 f"the model meets inputs without a plan ({_difference(inputs, self.solutions)}). They are "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,8 +21,11 @@ from lowtide.errors import BadRequest, PlanDisagrees
 from lowtide.execute.apply import remove
 from lowtide.execute.ops_forward import Model, reroute
 from lowtide.ir.assumptions import Assumption
+from lowtide.planner.batch_steps import BatchOf
+from lowtide.planner.by_classes import ByClasses, Foreseen, ahead_of
 from lowtide.planner.ladder import AnySolution, Ladder
 from lowtide.planner.layers import Rehearsal, granularity_named
+from lowtide.planner.lengths import Lengths
 from lowtide.planner.on_card import expand_segments
 from lowtide.planner.verify import tried
 from lowtide.solvers import at_effort, default_method, is_scheduler, refuse_lowest
@@ -31,7 +34,7 @@ from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.text.budget import Budget
 from lowtide.text.card import Card
 from lowtide.trace.dry_run import Trace
-from lowtide.trace.losses import LossOfAnyBatch
+from lowtide.trace.losses import LossOfAnyBatch, learn_of_loss
 from lowtide.trace.spec import SpecOf, StepSpec
 from lowtide.trace.step import (
     Arguments,
@@ -147,7 +150,7 @@ def plan(
 
 def optimize(
     model: Model,
-    example: Example | None = None,
+    example: Example | BatchOf | Foreseen | None = None,
     *,
     budget: str | int | Card | None = None,
     method: str | Method | Scheduler | None = None,
@@ -165,6 +168,9 @@ def optimize(
     verify: bool = False,
     tiles: bool = False,
     kernels: str = Kernels.EAGER,
+    lengths: Lengths | None = None,
+    length_key: str | None = None,
+    classes: int | Sequence[int] | None = None,
 ) -> Model:
     """Plan and apply at once: `model` itself, now within the budget when it trains.
 
@@ -176,7 +182,15 @@ def optimize(
     with `on_new_shape="error"` they are refused. A budget given as a part of the plain peak stays the
     number of bytes that it meant for the first inputs. Where `loss` cannot be run for other inputs, because
     it was given the labels of the example, it is counted as for the example, scaled by the size of the
-    output, and a warning says so. The other arguments are as in `lowtide.plan`.
+    output, and a warning says so. The other arguments are as in `lowtide.plan`. Plans are held for the 32
+    kinds of inputs that came last; others are made anew if they come again, and a warning says so.
+
+    With `lengths`, as in `lowtide.worst`, `example` is a function: `example(n)` is a batch of length n. Some
+    of the lengths are chosen as `classes` (how many, 4 by default, or which), and planned for at once, the
+    worst first, which settles what the budget means. Inputs of a class run by its plan. Others are captured
+    when they come and follow the schedule of a class: nothing is searched, and it is replayed on their own
+    graph before it runs. Padding to classes spares the captures too (`lowtide.padded`). What follows no
+    class is planned for as it comes, or refused with `on_new_shape="error"`.
 
     With `verify` the first plan is tried as in `lowtide.plan`, and taken off if it is not right.
 
@@ -196,7 +210,12 @@ def optimize(
     chosen = at_effort(method, effort)
     Kernels.named(kernels)
     on_new_inputs = "error" if on_new_shape == "error" else "warn"
-    if example is not None:
+    ahead = ahead_of(example, lengths, length_key, classes, loss, target)
+    if ahead is not None:
+        example = None
+    elif example is not None:
+        assert not isinstance(example, Foreseen), "that is ahead"
+        assert not callable(example), "that is ahead, or refused"
         example, loss = declared(example, loss, target)
     elif targets_wanted(loss):
         raise BadRequest(
@@ -220,6 +239,9 @@ def optimize(
         refuse_cutting(granularity, modules)
         check_accumulation(accumulate)
         anew = _OpsAnew(spec_of, chosen, asked, insists=method != AUTO, to_verify=verify)
+        if ahead is not None:
+            by_classes = ByClasses(anew, ahead, refuses=on_new_shape == "error")
+            return _by_classes(model, by_classes, accumulate, anew.spares, at_once=lengths is not None)
         planned = None if example is None else anew(model, *arguments(example))
         return reroute(
             model,
@@ -231,9 +253,27 @@ def optimize(
         )
     assert not isinstance(chosen, Scheduler)
     refuse_op_level_requests(asked, accumulate, tiles, kernels)
+    if ahead is not None:
+        raise BadRequest(f"{method} plans layers, and lengths are planned op by op: try auto.")
     again = _Again(spec_of, granularity, modules, chosen, asked, to_verify=verify)
     solution = None if example is None else again(model, *arguments(example))
     return reroute(model, solution, on_new_inputs=on_new_inputs, replan=again, of_layers=True)
+
+
+def _by_classes(model: Model, planner: ByClasses, accumulate: int, spares: Spares, *, at_once: bool) -> Model:
+    """`model` with the plans of classes: made now, or when it meets its first inputs."""
+    if at_once:
+        planner.plan_ahead(model)
+    first, *others = planner.plans or (None,)
+    return reroute(
+        model,
+        first,
+        on_new_inputs="ignore",  # the planner tells, or refuses
+        accumulate=accumulate,
+        replan=planner,
+        spares=spares,
+        others=[plan for plan in others if plan is not None],
+    )
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -288,8 +328,14 @@ class _OpsAnew:
     expected: tuple[Assumption, ...] = ()  # of the next graph, which the last one was found to follow
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnySolution:
-        spec = self.spec_of(model, Arguments(args, kwargs))
-        ladder = Ladder(spec, self.method, self.spares, self.expected)
+        return self.searched(self.ladder(self.spec_of(model, Arguments(args, kwargs))))
+
+    def ladder(self, spec: StepSpec) -> Ladder:
+        """The ways to plan a step."""
+        return Ladder(spec, self.method, self.spares, self.expected)
+
+    def searched(self, ladder: Ladder) -> AnySolution:
+        """A plan that is searched for."""
         self.budget = ladder.step.settled(self.budget)
         found = ladder.within(self.budget, self.insists)
         if self.to_verify:
@@ -297,7 +343,7 @@ class _OpsAnew:
             self.to_verify = False
         if isinstance(found, GraphSolution):
             self.expected = found.graph.assumptions
-        learn_of_loss(ladder.spec, ladder.step.plain)
+        learn_of_loss(ladder.spec.loss, ladder.step.plain)
         if not self.has_told:
             _tell(found.remark, stacklevel=4)
         self.has_told = self.has_told or bool(found.remark)
@@ -324,7 +370,7 @@ class _Again:
         if self.to_verify:
             _tried_or_taken_off(rehearsal.spec, found, rehearsal.plain)
             self.to_verify = False
-        learn_of_loss(rehearsal.spec, rehearsal.plain)
+        learn_of_loss(rehearsal.spec.loss, rehearsal.plain)
         if not self.has_told:
             _tell(found.remark, stacklevel=4)
         self.has_told = self.has_told or bool(found.remark)
@@ -337,21 +383,3 @@ def _tried_or_taken_off(spec: StepSpec, solution: AnySolution, plain: Trace) -> 
     except PlanDisagrees:
         remove(spec.model)
         raise
-
-
-def learn_of_loss(spec: StepSpec, plain: Trace) -> None:
-    """Let the loss know what it needed in a step, or say that it could not be run for it."""
-    loss = spec.loss
-    if not isinstance(loss, LossOfAnyBatch):
-        return
-    if not loss.stood_in_for:
-        loss.learn(plain)
-        return
-    if loss.told:
-        return
-    loss.told = True
-    warnings.warn(
-        f"lowtide: the loss cannot be run for these inputs ({loss.stood_in_for}): it is counted as for the "
-        "first ones, scaled by the size of the output.",
-        stacklevel=6,
-    )

@@ -1,9 +1,12 @@
-"""A graph for any batch, from the graphs of two: what grows with the batch grows along a straight line.
+"""A graph for any batch, or any length, from the graphs of two: what grows, grows along a straight line.
 
-Two captures of one step at different batches run the same ops on the same values. Then every extent and
-stride at a third batch follows from the two, in whole numbers, and nothing need be captured there. Storages
-follow from the extents: that of n×n scores grows with the square. Workspaces and seconds follow too, rounded;
-they are measured, so theirs is an estimate.
+Two captures of one step at different batches run the same ops on the same values. Then every extent at a
+third batch follows from the two, in whole numbers, and nothing need be captured there. Strides follow from
+the extents inside of them, and storages from both: that of n×n scores grows with the square. Workspaces and
+seconds follow too, rounded; they are measured, so theirs is an estimate.
+
+Some kernels round up: the statistics of memory-efficient attention are there for 128 tokens if there are 101.
+Captures at round sizes do not show that, and one more at a size that is not round does (`Family.told_by`).
 
 Not carried along: plain numbers among the arguments of ops and the names of values. They are those of the
 smaller capture.
@@ -11,11 +14,14 @@ smaller capture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from lowtide.ir.graph import Arg, Graph, Op, Ref, Symbol, Tensor, Value
 from lowtide.ir.validate import extent_bytes
+
+_ROUNDED_TO = (2, 4, 8, 16, 32, 64, 128)  # by kernels that take more than they are asked for
 
 
 class DoesNotScale(Exception):
@@ -24,16 +30,18 @@ class DoesNotScale(Exception):
 
 @dataclass(frozen=True)
 class Family:
-    """The graphs of one step, one for each batch; see `family_of`."""
+    """The graphs of one step, one for each batch, or for each of what they are `along`; see `family_of`."""
 
     first: Graph
     second: Graph
     batches: tuple[int, int]
+    along: str = "batch"
+    rounded_to: tuple[int, ...] = ()  # for each tensor: it is as large as at the next multiple of that
 
     def at(self, batch: int) -> Graph:
         """The graph of the step on `batch` samples."""
         line = _Line(*self.batches, batch)
-        tensors = tuple(map(line.tensor, self.first.tensors, self.second.tensors))
+        tensors = tuple(self._tensor(place, batch) for place in range(len(self.first.tensors)))
         seen = _seen_bytes(tensors, len(self.first.values))
         beyond = map(line.exact, _unseen_bytes(self.first), _unseen_bytes(self.second))
         return replace(
@@ -46,8 +54,36 @@ class Family:
             ops=tuple(map(line.op, self.first.ops, self.second.ops)),
         )
 
+    def told_by(self, third: Graph, batch: int) -> Family:
+        """The same, knowing from a capture at a `batch` that is not round what kernels round up.
 
-def family_of(first: Graph, second: Graph, batches: tuple[int, int]) -> Family:
+        Raises:
+            DoesNotScale: it is another step, or a size is off its line and not rounded up either.
+        """
+        check_same_structure(self.first, third)
+        found = replace(
+            self,
+            rounded_to=tuple(self._rounding(place, real, batch) for place, real in enumerate(third.tensors)),
+        )
+        check_same_sizes(found.at(batch), third)
+        return found
+
+    def _tensor(self, place: int, batch: int) -> Tensor:
+        multiple = self.rounded_to[place] if self.rounded_to else 1
+        line = _Line(*self.batches, -(-batch // multiple) * multiple)
+        return line.tensor(self.first.tensors[place], self.second.tensors[place])
+
+    def _rounding(self, place: int, real: Tensor, batch: int) -> int:
+        """The multiple that a tensor is rounded to, 1 if it is on its line, as far as one capture tells."""
+        for multiple in (1, *_ROUNDED_TO):
+            line = _Line(*self.batches, -(-batch // multiple) * multiple)
+            expected = line.tensor(self.first.tensors[place], self.second.tensors[place])
+            if _numbers_of(expected) == _numbers_of(real):
+                return multiple
+        return 1
+
+
+def family_of(first: Graph, second: Graph, batches: tuple[int, int], along: str = "batch") -> Family:
     """The graphs of the step that `first` and `second` are captures of, at `batches`, the smaller first.
 
     Raises:
@@ -59,17 +95,16 @@ def family_of(first: Graph, second: Graph, batches: tuple[int, int]) -> Family:
     for value, other, (before, after) in zip(first.values, second.values, unseen, strict=True):
         if (after - before) % apart or other.bytes < value.bytes:
             raise DoesNotScale(
-                f"'{value.name}' takes {value.bytes} bytes at batch {batches[0]} and {other.bytes} at batch "
-                f"{batches[1]}"
+                f"'{value.name}' takes {value.bytes} bytes at {along} {batches[0]} and {other.bytes} "
+                f"at {along} {batches[1]}"
             )
     for tensor, larger in zip(first.tensors, second.tensors, strict=True):
-        pairs = zip(_numbers_of(tensor), _numbers_of(larger), strict=True)
-        if any((after - before) % apart for before, after in pairs):
+        if any((after - before) % apart for before, after in _along_lines(tensor, larger)):
             raise DoesNotScale(
-                f"'{first.values[tensor.value].name}' is {tensor.shape} at batch {batches[0]} and "
-                f"{larger.shape} at batch {batches[1]}"
+                f"'{first.values[tensor.value].name}' is {tensor.shape} at {along} {batches[0]} and "
+                f"{larger.shape} at {along} {batches[1]}"
             )
-    return Family(first, second, batches)
+    return Family(first, second, batches, along)
 
 
 def check_same_structure(one: Graph, other: Graph) -> None:
@@ -149,11 +184,12 @@ class _Line:
         return after + slope * (self.batch - self.larger)
 
     def tensor(self, before: Tensor, after: Tensor) -> Tensor:
+        shape = tuple(map(self.exact, before.shape, after.shape))
+        stride = list(map(self.exact, before.stride, after.stride))
+        for dim, inner, multiple in _dense_dims(before, after):
+            stride[dim] = multiple * shape[inner] * stride[inner]
         return replace(
-            before,
-            shape=tuple(map(self.exact, before.shape, after.shape)),
-            stride=tuple(map(self.exact, before.stride, after.stride)),
-            offset=self.exact(before.offset, after.offset),
+            before, shape=shape, stride=tuple(stride), offset=self.exact(before.offset, after.offset)
         )
 
     def op(self, before: Op, after: Op) -> Op:
@@ -163,6 +199,34 @@ class _Line:
             seconds=self.estimate(before.seconds, after.seconds),
             extrapolated=self.batch not in (self.smaller, self.larger),
         )
+
+
+def _dense_dims(before: Tensor, after: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Dimensions that step, in both, over the same multiple of the next one inside: (dim, inner, multiple).
+
+    From the innermost outwards. Where that grows, such a stride grows with the square.
+    """
+    dims = sorted(
+        (dim for dim, stride in enumerate(before.stride) if stride),
+        key=lambda dim: (before.stride[dim], before.shape[dim]),
+    )
+    for inner, dim in pairwise(dims):
+        spans = before.shape[inner] * before.stride[inner], after.shape[inner] * after.stride[inner]
+        if 0 in spans or before.stride[dim] % spans[0] or after.stride[dim] % spans[1]:
+            continue
+        multiple = before.stride[dim] // spans[0]
+        if multiple == after.stride[dim] // spans[1]:
+            yield dim, inner, multiple
+
+
+def _along_lines(before: Tensor, after: Tensor) -> Iterator[tuple[int, int]]:
+    """The numbers of a tensor that are to lie on straight lines."""
+    dense = {dim for dim, _, _ in _dense_dims(before, after)}
+    yield from zip(before.shape, after.shape, strict=True)
+    for dim, strides in enumerate(zip(before.stride, after.stride, strict=True)):
+        if dim not in dense:
+            yield strides
+    yield before.offset, after.offset
 
 
 def _seen_bytes(tensors: Sequence[Tensor], values: int) -> list[int]:

@@ -72,7 +72,7 @@ class Steps:
         runs_ops = asked.profile and not asked.by_rule
         rough = self._lines_from(_SMALLEST * self.unit, asked.profile and not runs_ops)
         self.device = rough.small.plain.graph.device
-        self.lines: _Lines | None = rough
+        self.lines: Lines | None = rough
         if runs_ops:
             self.lines = self._lines_from(self._worth_profiling(rough, memory_bytes), profile=True)
         self.sampled = self.lines.batches
@@ -83,7 +83,7 @@ class Steps:
         if self.lines is None:
             return self.captured(batch)
         if batch not in self._made:
-            self._made[batch] = _Predicted(
+            self._made[batch] = Predicted(
                 self.lines.small.spec, lines=self.lines, batch=batch, card=self.asked.card
             )
         return self._made[batch]
@@ -94,12 +94,12 @@ class Steps:
             self.asked.tell(f"capturing the step at batch {batch}")
             spec = self._noted(batch)
             if self.lines is None:
-                self._real[batch] = _Captured(spec, card=self.asked.card)
+                self._real[batch] = Captured(spec, card=self.asked.card)
             else:
                 expected = self.predicted(batch)
                 estimated = self.asked.profile and self._is_long(expected)
                 spec = replace(spec, profile=self.asked.profile and not estimated)
-                self._real[batch] = _Captured(
+                self._real[batch] = Captured(
                     spec, expected=expected, estimated=estimated, card=self.asked.card
                 )
         return self._real[batch]
@@ -116,13 +116,13 @@ class Steps:
         self.lines = None
         self._real.clear()
 
-    def _lines_from(self, batch: int, profile: bool) -> _Lines:
+    def _lines_from(self, batch: int, profile: bool) -> Lines:
         """The lines through a batch and its double."""
         self.asked.tell(f"running the step at batch {batch} and {2 * batch} on fake tensors")
-        small, large = (_Captured(replace(self._noted(size), profile=profile)) for size in (batch, 2 * batch))
-        return _Lines(small, large, (batch, 2 * batch), profile and self.asked.by_rule)
+        small, large = (Captured(replace(self._noted(size), profile=profile)) for size in (batch, 2 * batch))
+        return Lines(small, large, (batch, 2 * batch), profile and self.asked.by_rule)
 
-    def _worth_profiling(self, rough: _Lines, memory_bytes: int) -> int:
+    def _worth_profiling(self, rough: Lines, memory_bytes: int) -> int:
         """A batch whose ops are quick to run, and yet large enough to tell of those at the largest."""
 
         def fits(count: int) -> bool:
@@ -140,7 +140,7 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Captured(StepBudget):
+class Captured(StepBudget):
     """A step that is captured. Where one is `expected`, it has to be that, with its costs if `estimated`."""
 
     expected: StepBudget | None = None
@@ -168,23 +168,34 @@ class _Captured(StepBudget):
 
 
 @dataclass(frozen=True)
-class _Lines:
+class Lines:
     """Two samples of a step, and the steps on the lines through them."""
 
-    small: _Captured
-    large: _Captured
+    small: Captured
+    large: Captured
     batches: tuple[int, int]
     by_rule: bool  # workspaces are known by rule, and the rules know them at every batch
+    along: str = "batch"
+    beside: tuple[Captured, int] | None = None  # one more, which tells what kernels round up
 
     @cached_property
     def _plain(self) -> Family:
-        if self.small.plain.schedule != self.large.plain.schedule:
+        found = self._through(lambda step: step.plain.graph)
+        others = (self.large, *([] if self.beside is None else [self.beside[0]]))
+        if any(other.plain.schedule != self.small.plain.schedule for other in others):
             raise DoesNotScale("values are given back in another order")
-        return family_of(self.small.plain.graph, self.large.plain.graph, self.batches)
+        return found
 
     @cached_property
     def _graph(self) -> Family:
-        return family_of(self.small.graph, self.large.graph, self.batches)
+        return self._through(lambda step: step.graph)
+
+    def _through(self, graph_of: Callable[[Captured], Graph]) -> Family:
+        found = family_of(graph_of(self.small), graph_of(self.large), self.batches, self.along)
+        if self.beside is None:
+            return found
+        step, batch = self.beside
+        return found.told_by(graph_of(step), batch)
 
     def plain_at(self, batch: int) -> Trace:
         """The dry run at that batch."""
@@ -200,10 +211,10 @@ class _Lines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Predicted(StepBudget):
+class Predicted(StepBudget):
     """A step that was never captured."""
 
-    lines: _Lines
+    lines: Lines
     batch: int
 
     def priced(self, graph: Graph) -> Graph:

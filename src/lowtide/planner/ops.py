@@ -31,7 +31,7 @@ from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_with
 from lowtide.solvers import quickly, solve
 from lowtide.solvers.kernels import in_kernels
 from lowtide.solvers.method import Scheduler
-from lowtide.solvers.refereed import SINGLE_OPS
+from lowtide.solvers.refereed import SINGLE_OPS, followed
 from lowtide.solvers.solution import GraphSolution
 from lowtide.solvers.tiling import best_tiled
 from lowtide.text.budget import LOWEST, Budget
@@ -155,6 +155,14 @@ class StepBudget:
         """The same, for a budget that has been read; without one, the lowest peak."""
         with collecting_seldom():
             return self._within(method, budget)
+
+    def following(self, plan: GraphSolution, budget_bytes: int | None) -> GraphSolution:
+        """The schedule of a plan for another batch of the same step, for this one, whatever it peaks at.
+
+        Raises:
+            IllegalSchedule: it is another step.
+        """
+        return self._labelled(followed(self.graph, plan), budget_bytes)
 
     def _within(self, method: str | Scheduler, budget: Budget) -> GraphSolution:
         if budget.card is not None and self.card != budget.card:

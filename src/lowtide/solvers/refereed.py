@@ -12,7 +12,7 @@ from lowtide.ir.keep import keep_only
 from lowtide.ir.schedule import Schedule, straight
 from lowtide.ir.simulate import Timeline, simulate
 from lowtide.solvers.method import GraphMethod, Scheduler
-from lowtide.solvers.solution import GraphSolution, ScheduleAnswer
+from lowtide.solvers.solution import GraphSolution, ScheduleAnswer, Status
 from lowtide.text.budget import Budget
 from lowtide.tiles.blocks import contracted
 
@@ -51,6 +51,18 @@ def solve_graph(graph: Graph, method: GraphMethod | Scheduler, budget: Budget) -
         planning_seconds=time.perf_counter() - started,
         objective_bytes=answer.objective_bytes,
     )
+
+
+def followed(graph: Graph, plan: GraphSolution) -> GraphSolution:
+    """The schedule of `plan`, replayed on another graph of the same ops on the same values.
+
+    Raises:
+        IllegalSchedule: the ops are not the same.
+    """
+    started = time.perf_counter()
+    answer = ScheduleAnswer(plan.schedule, Status.FEASIBLE)
+    found = _replayed(graph, plan.method, answer, planning_seconds=0.0, budget_bytes=plan.budget_bytes)
+    return replace(found, planning_seconds=time.perf_counter() - started)
 
 
 def _scheduled(graph: Graph, method: Scheduler, budget: Budget) -> GraphSolution:

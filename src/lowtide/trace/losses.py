@@ -8,6 +8,7 @@ was first run for.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -84,6 +85,23 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         return None, *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds)
+
+
+def learn_of_loss(loss: Loss | None, plain: Trace) -> None:
+    """Let a loss know what it needed in a step, or say that it could not be run for it."""
+    if not isinstance(loss, LossOfAnyBatch):
+        return
+    if not loss.stood_in_for:
+        loss.learn(plain)
+        return
+    if loss.told:
+        return
+    loss.told = True
+    warnings.warn(
+        f"lowtide: the loss cannot be run for these inputs ({loss.stood_in_for}): it is counted as for the "
+        "first ones, scaled by the size of the output.",
+        stacklevel=6,
+    )
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:

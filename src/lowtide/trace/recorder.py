@@ -19,7 +19,7 @@ from lowtide.compat.autograd import in_users_function
 from lowtide.compat.dispatch import TorchDispatchMode, is_plain_op, is_wrapper
 from lowtide.compat.fake import DataDependentOutputException, DynamicOutputShapeException, runs_for_real
 from lowtide.compat.tensors import map_tensors, storage_key, tensors_in
-from lowtide.errors import CannotTrace
+from lowtide.errors import BadRequest, CannotTrace
 from lowtide.ir.graph import Op, Phase
 from lowtide.trace.accumulation import Accumulation
 from lowtide.trace.fakes import Resident, Twins
@@ -130,6 +130,8 @@ class Recorder(TorchDispatchMode, ABC):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The fake result of an op; where it is a matter of numbers, what the known ones make of it."""
         plain = is_plain_op(func)
+        if func is aten.embedding.default:
+            self._refuse_missing_row(*args[:2])
         numbers = self.shadows.compute(func, args, kwargs) if plain else None
         try:
             result = func(*args, **kwargs)
@@ -151,6 +153,15 @@ class Recorder(TorchDispatchMode, ABC):
         elif plain:
             self.shadows.follow(func, args, kwargs, result)
         return result
+
+    def _refuse_missing_row(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
+        """A fake finds every row of an embedding; a longer text than a model has positions for has none."""
+        row = self.shadows.largest(indices)
+        if row is not None and row >= len(weight):
+            raise BadRequest(
+                f"the step looks up row {row} of an embedding that has {len(weight)}: {current_line()}. "
+                "Is the text longer than the model has positions, or its vocabulary larger?"
+            )
 
     def decided(self, numbers: Any) -> Any:
         """The path taken depends on numbers that are known."""

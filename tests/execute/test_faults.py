@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def test_an_arena_whose_first_step_is_interrupted_begins_again(number: int) -> N
         model = network()
         run, moments = in_an_arena(model), Moments(at)
         ready(model)
-        moments.during(lambda run=run, model=model: run(model))
+        moments.during(partial(run, model))
         for _ in range(2):
             ready(model)
             run(model)

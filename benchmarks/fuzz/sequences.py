@@ -260,6 +260,14 @@ def _experts(rng: random.Random, c: int) -> nn.Module:
 
 
 def _frequencies(rng: random.Random, c: int) -> nn.Module:
+    def full(x: Tensor) -> Tensor:
+        return x if x.dtype is torch.float64 else x.float()
+
+    def conjugated(m: Any, x: Tensor) -> Tensor:
+        turns = torch.view_as_complex(m.two)
+        mixed = torch.complex(full(m.lin(x)), full(x)) @ torch.outer(turns, turns.conj())
+        return torch.view_as_real(mixed.conj() * turns).sum(-1).to(x.dtype)
+
     runs = (
         lambda m, x: torch.fft.irfft(
             torch.fft.rfft(x, dim=1) * torch.view_as_complex(m.two), n=x.shape[1], dim=1
@@ -268,6 +276,7 @@ def _frequencies(rng: random.Random, c: int) -> nn.Module:
         lambda m, x: m.lin(x) + torch.fft.rfft(x, dim=-1).abs().mean(-1, keepdim=True),
         lambda m, x: torch.fft.ifft(torch.fft.fft(m.lin(x), dim=1) * 0.5, dim=1).real + x,
         lambda m, x: torch.view_as_real(torch.polar(torch.ones_like(x), m.lin(x))).sum(-1),
+        conjugated,
     )
     return Part(rng.choice(runs), lin=nn.Linear(c, c), two=weight(c, 2))
 

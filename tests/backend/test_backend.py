@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import torch
 from torch import nn
 
 from lowtide.aot.join import joined
+from lowtide.aot.mark import Mark
+from lowtide.aot.planned_graph import PlannedGraph
 from lowtide.backend import lowtide as backend
 from lowtide.backend import plans_of
+from lowtide.backend.graph import StepGraph
 from lowtide.ir.graph import Graph, Phase, Role
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
@@ -247,3 +251,53 @@ def test_what_nobody_reads_again_is_held_until_the_forwards_are_over() -> None:
     live = [int(bytes_) for bytes_ in simulate(whole, straight(whole)).live_bytes]
     # made: y, y; y of the first freed; made: dx, dx; dx of the second freed
     assert live == [30, 40, 40, 30, 40, 40, 50, 40]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+@pytest.mark.parametrize(
+    ("kind", "failing", "error"),
+    [
+        pytest.param(PlannedGraph, 0, torch.OutOfMemoryError, id="in the last graph"),
+        pytest.param(StepGraph, 1, KeyboardInterrupt, id="between two graphs"),
+        pytest.param(PlannedGraph, 2, KeyboardInterrupt, id="in the first graph", marks=pytest.mark.long),
+    ],
+)
+def test_a_step_that_fails_while_it_is_watched_is_watched_again(
+    kind: type[PlannedGraph], failing: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = small(broken=True, depth=5), small(broken=True, depth=5)
+    whole = growth(trained(copy.deepcopy(plain), IMAGES, LABELS))
+    budget = resident(model) + int(0.75 * whole)
+    options = {"budget": budget}
+    planned = compiled_with(model, options)
+    trained(plain, IMAGES, LABELS)()
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "run_backward", failing_at(failing, error, kind.run_backward))
+        with pytest.raises(error, match="on purpose"):
+            trained(planned, IMAGES, LABELS)()
+    peaks = []
+    for _ in range(4):
+        model.load_state_dict(small(broken=True, depth=5).state_dict())
+        peaks.append(growth(trained(planned, IMAGES, LABELS)))
+        assert_same(model, plain)
+    assert max(peaks) <= budget - resident(model)
+    assert peaks[-2] == peaks[-1]
+    (plan,) = plans_of(options)
+    assert {op.section for op in plan.graph.ops} >= {0, 1}
+
+
+def failing_at(number: int, error: type[BaseException], run: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs a graph's backward and fails at a moment: before the first, 0, after it, 1, and so on."""
+    moments = itertools.count()
+
+    def fail() -> None:
+        if next(moments) == number:
+            raise error("on purpose")
+
+    def run_backward(graph: PlannedGraph, mark: Mark, args: list[Any]) -> Any:
+        fail()
+        found = run(graph, mark, args)
+        fail()
+        return found
+
+    return run_backward

@@ -133,6 +133,45 @@ def test_what_a_graph_is_given_is_counted_for_as_long_as_its_caller_holds_it() -
     assert abs(reading.growth_bytes - solution.timeline.growth_bytes) < 64
 
 
+class Turned(nn.Module):
+    """A product with a matrix whose numbers are the conjugates of what lies in memory: it is written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mix = nn.Linear(64, 64), nn.Parameter(torch.randn(64, 64))
+        self.scale = nn.Parameter(torch.ones(64, dtype=torch.complex64))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        mixed = torch.complex(self.layer(words), words) @ self.mix.to(torch.complex64)
+        return torch.view_as_real(mixed.conj() * self.scale).square().mean()
+
+
+class Bags(nn.Module):
+    """The largest of a few words each. The backward takes memory for every bag that is not empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = nn.EmbeddingBag(200, 64, mode="max"), nn.Linear(64, 64)
+
+    def forward(self, chosen: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(self.words(chosen)).square().mean()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch"), [(Turned, torch.randn(40, 64)), (Bags, torch.arange(1200).view(100, 12) % 200)]
+)
+def test_memory_that_a_kernel_takes_for_itself_is_counted(kind: type[nn.Module], batch: torch.Tensor) -> None:
+    model = kind()
+    solution = lowtide.plan(model, batch, budget="min", effort="quick")
+    assert isinstance(solution, GraphSolution)
+    lowtide.apply(model, solution)
+    model(batch).backward()
+    model.zero_grad(set_to_none=True)
+    reading = lowtide.measure(lambda: model(batch).backward(), device="cpu")
+    assert abs(reading.growth_bytes - solution.timeline.growth_bytes) < 64
+
+
 class Recurrent(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -492,6 +492,18 @@ def test_a_parameter_of_another_model_is_refused() -> None:
     assert both.timeline.categories[Category.PARAMETERS] == 2 * 4 * (16 + 4)
 
 
+def test_sparse_tensors_are_refused_with_their_names() -> None:
+    words, chosen = nn.Embedding(9, 4, sparse=True), torch.arange(3)
+    with pytest.raises(CannotTrace, match=r"makes a sparse tensor.*in the backward of .*with sparse=False"):
+        dry_run(lambda: words(chosen).sum().backward(), model=words)
+    layer, edges = nn.Linear(4, 4), torch.eye(3).to_sparse()
+    with pytest.raises(CannotTrace, match=r"a sparse tensor, and what is made of one .*\.to_dense\(\)"):
+        dry_run(lambda: (edges @ layer(torch.ones(3, 4))).sum().backward(), model=layer)
+    layer.register_buffer("edges", edges)
+    with pytest.raises(CannotTrace, match="'edges' is a sparse tensor"):
+        dry_run(lambda: layer(torch.ones(3, 4)).sum().backward(), model=layer)
+
+
 def test_an_impossible_device_is_refused() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(BadRequest, match="'toaster' is not a device"):

@@ -101,6 +101,20 @@ def test_what_bounds_and_constants_decide_is_no_guess(
     assert (way, assumed == ()) == (expected, True) if expected is not None else assumed != ()
 
 
+def test_what_pytorch_asks_of_a_window_is_taken_to_be_in_order() -> None:
+    """`istft` refuses windows that leave something out, and asks by comparing a condition with a one."""
+    layer, window = nn.Linear(32, 32), torch.hann_window(8)
+
+    def step() -> None:
+        spectrum = torch.stft(layer(torch.ones(3, 32)), 8, 2, window=window, return_complex=True)
+        torch.istft(spectrum, 8, 2, window=window).square().sum().backward()
+
+    found = {
+        guess.number for guess in dry_run(step, model=layer).graph.assumptions if isinstance(guess, Guess)
+    }
+    assert found == {"False"}
+
+
 def test_a_mask_that_is_written_to_through_a_view_is_known_all_the_same() -> None:
     def condition(_: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(2, 3, dtype=torch.bool)

@@ -31,6 +31,7 @@ class Run:
     tangents: Storages = field(default_factory=list)
     gradients: Storages = field(default_factory=list)
     gone: frozenset[int] = frozenset()  # the values that nobody held when the backward was over
+    is_whole: bool = False  # its backward has come to its end
 
     @property
     def parameters(self) -> dict[StorageWeakRef, int]:

@@ -46,6 +46,11 @@ class StepRun:
         """Whether its backward is still to come, as far as anybody knows."""
         return self.waiting and not self.mark.expired()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether its backward began while it was watched, and never came to its end."""
+        return self.watched is not None and not self.waiting and not self.watched.is_whole
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -148,7 +153,7 @@ class CompiledStep:
 
     def watch_backward(self, run: Run, tangents: Storages, gradients: Storages) -> None:
         """The backward of a forward that followed no plan is over."""
-        run.tangents, run.gradients = tangents, gradients
+        run.tangents, run.gradients, run.is_whole = tangents, gradients, True
         after_backward(self.look)
 
     def look(self) -> None:
@@ -183,10 +188,11 @@ class CompiledStep:
         let_go_of_old_buckets()
         forget_tracing()
         runs = self._runs
-        if all(run.waiting for run in runs):  # there was no backward
+        if all(run.waiting for run in runs) or any(run.has_failed for run in runs):  # no backward, no step
             self._runs = []
             return
         path = self._path_of(tuple(run.graph for run in runs))
+        _reconsider(path, runs)
         self._correct(path)
         if not path.is_planned and all(run.watched is not None for run in runs):
             path.plan = self._planned(path, runs)
@@ -281,6 +287,16 @@ class CompiledStep:
             "like it are within the budget.",
             stacklevel=2,
         )
+
+
+def _reconsider(path: Path, runs: Sequence[StepRun]) -> None:
+    """Let go of a plan if a graph had a backward that had none in the step that was watched for it.
+
+    That step was broken off between two graphs, by an error or an interrupt.
+    """
+    had_backward = {at for at, run in enumerate(runs) if not run.waiting}
+    if path.plan is not None and not had_backward.issubset(path.plan.planned):
+        path.plan = None
 
 
 def _in_common(some: Sequence[StepGraph], others: Sequence[StepGraph]) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lowtide.cost.contents import is_sized_by_numbers
 from lowtide.errors import BadFile
-from lowtide.ir.graph import Arg, Graph, Op, Ref, Symbol
+from lowtide.ir.graph import Arg, Graph, Op, Ref, Signs, Symbol
 
 BY_RULE = "rules for CUDA"  # where costs are from if the device is not here and nothing could be run
 _OURS = 0x4C54_4944  # SQLite's application_id: a database without it is someone else's
@@ -48,7 +48,8 @@ def signature(op: Op, graph: Graph) -> str:
     def plain(arg: Arg) -> object:
         if isinstance(arg, Ref):
             tensor = graph.tensors[arg.tensor]
-            return {"tensor": [tensor.shape, tensor.stride, tensor.dtype]}
+            signs = [] if tensor.signs is Signs.AS_THEY_ARE else [tensor.signs]
+            return {"tensor": [tensor.shape, tensor.stride, tensor.dtype, *signs]}
         if isinstance(arg, Symbol):
             return "device" if arg.kind == "device" else {arg.kind: arg.text}
         return [plain(item) for item in arg] if isinstance(arg, tuple) else arg

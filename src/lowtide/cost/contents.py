@@ -16,7 +16,7 @@ Fill: TypeAlias = Callable[[Sequence[Any], Shapes], None]
 
 def is_sized_by_numbers(target: str) -> bool:
     """Whether the sizes of an op's results may depend on numbers among its arguments."""
-    return target in _FILLS and target != _GROUPED_PRODUCT
+    return target in _FILLS and target not in _OF_WORKSPACES
 
 
 def fill_decisive(target: str, args: Sequence[Any], results: Shapes) -> None:
@@ -78,9 +78,19 @@ def _ctc_loss(args: Sequence[Any], results: Shapes) -> None:
     lengths.view(-1)[:1] = longest
 
 
-_GROUPED_PRODUCT = "aten._grouped_mm.default"
+def _bags(args: Sequence[Any], _: Shapes) -> None:
+    """Where each bag begins: none is empty if there are enough indices, for an empty one takes nothing."""
+    indices, offsets = args[1:3]
+    number = torch.arange(offsets.numel(), device=offsets.device)
+    offsets.copy_(number * indices.numel() // max(1, offsets.numel()))
+
+
+_OF_WORKSPACES: Mapping[str, Fill] = {  # whose numbers decide on workspaces, and on the sizes of no results
+    "aten._grouped_mm.default": _grouped_product,
+    "aten._embedding_bag.default": _bags,
+}
 _FILLS: Mapping[str, Fill] = {
-    _GROUPED_PRODUCT: _grouped_product,
+    **_OF_WORKSPACES,
     "aten.index.Tensor": _index,
     "aten.nonzero.default": _first_chosen,
     "aten.nonzero_numpy.default": _first_chosen,

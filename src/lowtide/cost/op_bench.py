@@ -14,11 +14,11 @@ from torch.profiler import record_function
 
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.memory import ProfilerEvent, is_range
-from lowtide.compat.tensors import leaves, storage_key, tensors_in
+from lowtide.compat.tensors import leaves, storage_key, tensors_in, with_signs
 from lowtide.cost.cache import Cost
 from lowtide.cost.contents import fill_decisive
 from lowtide.cost.measure import allocator_events, cpu_blocks, growth
-from lowtide.ir.graph import Arg, Ref, Symbol, Tensor, short_name
+from lowtide.ir.graph import Arg, Ref, Signs, Symbol, Tensor, short_name
 from lowtide.ir.simulate import allocator_of
 from lowtide.ir.validate import extent_bytes
 
@@ -164,7 +164,8 @@ def _scratch(tensor: Tensor, device: torch.device, fill: bool) -> torch.Tensor:
         flat = torch.empty(0, dtype=dtype, device=device).set_(made.untyped_storage())
         # zero is a valid index, target, seed and boolean; floats must not be all equal or all zero
         flat.uniform_(0.1, 1.0) if dtype.is_floating_point else flat.zero_()
-    return made
+    conjugate = tensor.signs in (Signs.CONJUGATE, Signs.BOTH)
+    return with_signs(made, conjugate, negative=tensor.signs in (Signs.NEGATIVE, Signs.BOTH))
 
 
 def _symbol(symbol: Symbol, device: torch.device) -> Any:

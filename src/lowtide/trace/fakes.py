@@ -21,7 +21,7 @@ from lowtide.compat.fake import FakeTensor, FakeTensorMode
 from lowtide.compat.modules import TENSORS_AND_SUBMODULES, buffers_of, parameters_of
 from lowtide.compat.tensors import key_of_storage
 from lowtide.compat.undo import undone
-from lowtide.errors import BadRequest
+from lowtide.errors import BadRequest, CannotTrace
 from lowtide.ir.graph import Origin, Role
 from lowtide.trace.graph_builder import GraphBuilder
 from lowtide.trace.put_back import caches, random_streams, restorer
@@ -74,6 +74,11 @@ class Twins:
         return twin
 
     def _make(self, real: torch.Tensor, role: Role, name: str, module: str) -> torch.Tensor:
+        if real.layout is not torch.strided:
+            raise CannotTrace(
+                f"'{name}' is a sparse tensor, and what is made of one depends on numbers. Make it dense "
+                "(.to_dense()), or keep what needs it outside of the step."
+            )
         with torch.no_grad(), self.mode:
             twin = self._view_of_storage(real, shared=role is not Role.GRADIENT)
         if isinstance(real, nn.Parameter):

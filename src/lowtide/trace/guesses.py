@@ -63,7 +63,7 @@ class Guesses:
 
     def number(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What an undisturbed step would read."""
-        if func is aten.equal.default:
+        if func is aten.equal.default and not self._is_asked_whether_true(*args):
             return self._told(True)
         given = args[0]
         between = self._shadows.ranges.of(given)
@@ -167,6 +167,11 @@ class Guesses:
         if name in ("gt", "ge", "lt", "le") and self._is_drawn(self._given(writer, 0)):
             return name in ("gt", "ge")
         return _is_ordinary(writer) if name in ("eq", "ne") else None
+
+    def _is_asked_whether_true(self, given: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether a condition is read as PyTorch's own code does: by whether it equals a new one."""
+        made = self._writer(self._builder().value_of(other))
+        return given.dtype is torch.bool and made is not None and _name(made) == "new_ones"
 
     def _is_drawn(self, value: int | None) -> bool:
         writer = self._writer(value)

@@ -148,6 +148,8 @@ class Recorder(TorchDispatchMode, ABC):
             if plain and runs_for_real(func, args, kwargs):
                 raise CannotTrace(_fakes_fault(func, error)) from error
             raise
+        if any(tensor.layout is not torch.strided for tensor in tensors_in(result)):
+            raise CannotTrace(_sparse(func, self.spot(func, args)))
         if numbers is not None:
             self.shadows.pair(result, numbers)
         elif plain:
@@ -222,6 +224,16 @@ class Recorder(TorchDispatchMode, ABC):
 
 def _empty(number: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(number.shape, dtype=number.dtype, device=device)
+
+
+def _sparse(func: Any, spot: Spot) -> str:
+    where = (
+        current_line() if spot.phase is Phase.FORWARD else f"in the backward of {spot.module or 'the step'}"
+    )
+    return (
+        f"{func} makes a sparse tensor, and how much that holds depends on numbers: {where}. Use dense ones "
+        "there; an embedding's gradient is dense with sparse=False."
+    )
 
 
 def _fakes_fault(func: Any, error: Exception) -> str:

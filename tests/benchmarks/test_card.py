@@ -22,16 +22,9 @@ MIB = 1 << 20
 
 
 def row(**more: Any) -> dict[str, Any]:
-    about = {
-        "subject": "gpt2 fp32",
-        "gib": 8,
-        "way": "plain",
-        "history": HISTORIES[0],
-        "batch": 8,
-        "steps": 20,
-    }
-    held = {"peak_bytes": 7 << 30, "reserved_bytes": 7 << 30, "taken_part": 0.98, "stopped_by": None}
-    return {**about, **held, **more}
+    about = {"subject": "gpt2 fp32", "gib": 8, "way": "plain", "history": HISTORIES[0], "batch": 8}
+    held = {"peak_bytes": 7 << 30, "reserved_bytes": 7 << 30, "taken_part": 0.98}
+    return {**about, **held, "steps": 20, "stopped_by": None, **more}
 
 
 def test_batches_are_named_first_and_then_trained_in_turns() -> None:
@@ -56,14 +49,8 @@ def test_a_card_is_a_part_of_the_one_that_there_is() -> None:
 
 def test_only_batches_that_were_named_are_trained(tmp_path: Path) -> None:
     rows = Rows(tmp_path / "rows.json", "c")
-    rows.put(
-        {
-            "subject": "a",
-            "label": Task(0, 8, "a", NAMED, NAMED).label,
-            "plain": {"batch": 20},
-            "planned": None,
-        }
-    )
+    label = Task(0, 8, "a", NAMED, NAMED).label
+    rows.put({"subject": "a", "label": label, "plain": {"batch": 20}, "planned": None})
     plain, more = Task(1, 8, "a", "plain", HISTORIES[0]), Task(2, 8, "a", "plain", MORE)
     assert (batch_of(rows, plain), batch_of(rows, more)) == (20, 21)
     assert card.is_due(rows, plain)
@@ -87,14 +74,7 @@ def test_rows_are_judged(found: dict[str, Any], told: str) -> None:
 
 
 def test_the_page_counts_what_trains_and_what_does_not() -> None:
-    machine = {
-        "device": "a card",
-        "torch": "2",
-        "python": "3",
-        "commit": "c",
-        "date": "today",
-        "command": "x",
-    }
+    machine = dict.fromkeys(("device", "torch", "python", "commit", "date", "command"), "x")
     rows = [
         row(),
         row(history=HISTORIES[1], taken_part=0.9),

@@ -126,9 +126,8 @@ def test_what_fits_only_just_is_no_promise() -> None:
 def test_what_is_given_back_in_every_step_is_told() -> None:
     """A hole of 30 MiB, then 50 that stay while 70 are asked for, which do not fit into the hole."""
     drawing = Drawing("cuda:0")
-    hole, wall, big = (
-        drawing.value(name, size * MIB) for name, size in (("hole", 30), ("wall", 50), ("big", 70))
-    )
+    hole, wall = drawing.value("hole", 30 * MIB), drawing.value("wall", 50 * MIB)
+    big = drawing.value("big", 70 * MIB)
     drawing.value("weight", 20 * MIB, Role.PARAMETER)
     for reads, made in (([], hole), ([hole], wall), ([wall], big)):
         drawing.op("aten.one.default", reads, [made])

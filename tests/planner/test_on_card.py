@@ -207,6 +207,17 @@ def test_the_largest_batch_on_a_card_trains_on_it() -> None:
     assert not CardUse.of(plain_training(found.plain.batch + 1), card, Beside()).fits
 
 
+def test_both_answers_take_the_time_of_the_card_that_is_named() -> None:
+    found = lowtide.largest_batch(
+        tower(), rows, memory="t4", optimizer="adamw", device="cuda", multiple_of=4096
+    )
+    assert found.plain is not None
+    assert found.planned is not None
+    assert found.planned.samples_per_second is not None
+    assert found.plain.samples_per_second is not None
+    assert 0.5 < found.planned.samples_per_second / found.plain.samples_per_second <= 1.01
+
+
 def plain_training(batch: int) -> Training:
     trace = step(batch).plain
     return Training(AllocatedRun(trace.graph, trace.schedule))

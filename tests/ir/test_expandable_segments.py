@@ -75,6 +75,14 @@ def test_a_hole_is_taken_before_what_can_still_grow_though_it_is_larger() -> Non
     assert wall.size == 5 * MIB
 
 
+def test_of_holes_that_are_alike_the_lowest_is_taken() -> None:
+    allocator = growing()
+    blocks = [allocator.allocate(size * MIB) for size in (30, 5, 30, 5)]
+    for hole in (blocks[2], blocks[0]):
+        allocator.release(hole)
+    assert allocator.allocate(30 * MIB).address == blocks[0].address
+
+
 def test_the_end_grows_by_what_it_lacks() -> None:
     allocator = growing()
     allocator.allocate(19 * MIB)

@@ -14,10 +14,12 @@ import lowtide
 from lowtide.backend.request import Request
 from lowtide.cost.cuda_rules import CONTEXT_BYTES
 from lowtide.cost.roofline import RATES, Nominal, rates_of
+from lowtide.distributed.steps import ReplicatedBudget, ReplicatedRehearsal
 from lowtide.errors import BadRequest, InfeasibleBudget
 from lowtide.ir.graph import Phase, Role
 from lowtide.ir.training_reserve import AllocatedRun
 from lowtide.planner import on_card
+from lowtide.planner.layers import Rehearsal
 from lowtide.planner.on_card import NCCL_BYTES, Beside, CardUse, Training, card_here, expand_segments
 from lowtide.planner.ops import StepBudget
 from lowtide.text.card import Card
@@ -79,6 +81,14 @@ def test_what_is_left_is_what_nobody_else_holds() -> None:
     assert Beside.of(distributed=True).left_bytes(card) == (7 << 30) - CONTEXT_BYTES - NCCL_BYTES
 
 
+def test_ranks_leave_room_for_nccl() -> None:
+    spec = StepSpec(tower(), rows(8), device="cuda")
+    assert (
+        ReplicatedBudget(spec).beside == ReplicatedRehearsal.of(spec).beside == Beside(nccl_bytes=NCCL_BYTES)
+    )
+    assert StepBudget(spec).beside == Rehearsal.of(spec).beside == Beside()
+
+
 def test_a_card_on_which_nothing_is_left_is_refused() -> None:
     with pytest.raises(BadRequest, match=r"a card of 600\.0 MiB leaves nothing to train with: .* 693\.0 MiB"):
         Beside().left_bytes(Card("600MiB"))
@@ -121,6 +131,23 @@ def test_what_fits_only_just_is_no_promise() -> None:
     use = CardUse.of(drawn(), card_of(160 * MIB), Beside())
     assert (use.fits, use.missing_bytes) == (False, 2 * MIB)
     assert use.failed == "any kernel that takes a little more than was predicted"
+
+
+def test_what_is_given_back_in_every_step_is_told() -> None:
+    """A hole of 30 MiB, then 50 that stay while 70 are asked for, which do not fit into the hole."""
+    drawing = Drawing("cuda:0")
+    hole, wall = drawing.value("hole", 30 * MIB), drawing.value("wall", 50 * MIB)
+    big = drawing.value("big", 70 * MIB)
+    drawing.value("weight", 20 * MIB, Role.PARAMETER)
+    for reads, made in (([], hole), ([hole], wall), ([wall], big)):
+        drawing.op("aten.one.default", reads, [made])
+    freed = steps(0, 1, f"f{hole}", 2, f"f{wall}", f"f{big}")
+    training = Training(AllocatedRun(drawing.graph(), freed))
+    roomy = CardUse.of(training, card_of(400 * MIB), Beside())
+    assert (roomy.reserved_bytes, roomy.returned_bytes, roomy.giving_back) == (180 * MIB, 0, "")
+    tight = CardUse.of(training, card_of(162 * MIB), Beside())
+    assert (tight.fits, tight.reserved_bytes, tight.returned_bytes) == (True, 160 * MIB, 80 * MIB)
+    assert "In every step PyTorch gives 80.0 MiB back to the card and takes them again" in str(tight)
 
 
 # Plans ----------------------------------------------------------------------------------------------
@@ -188,6 +215,17 @@ def test_the_largest_batch_on_a_card_trains_on_it() -> None:
         assert 0.95 * card.memory_bytes < reached.promised_bytes <= card.memory_bytes
     assert CardUse.of(plain_training(found.plain.batch), card, Beside()).fits
     assert not CardUse.of(plain_training(found.plain.batch + 1), card, Beside()).fits
+
+
+def test_both_answers_take_the_time_of_the_card_that_is_named() -> None:
+    found = lowtide.largest_batch(
+        tower(), rows, memory="t4", optimizer="adamw", device="cuda", multiple_of=4096
+    )
+    assert found.plain is not None
+    assert found.planned is not None
+    assert found.planned.samples_per_second is not None
+    assert found.plain.samples_per_second is not None
+    assert 0.5 < found.planned.samples_per_second / found.plain.samples_per_second <= 1.01
 
 
 def plain_training(batch: int) -> Training:
@@ -268,6 +306,15 @@ def test_expandable_segments_are_switched_on_and_it_is_said(monkeypatch: pytest.
     cuda = Cuda(monkeypatch, reserved=0)
     with pytest.warns(UserWarning, match=r"^lowtide: expandable segments are switched on\.$"):
         expand_segments(stacklevel=1)
+    assert cuda.switched == 1
+
+
+def test_optimize_switches_them_on_for_a_card_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, reserved=0)
+    lowtide.optimize(nn.Linear(4, 4), budget="8GiB")
+    assert cuda.switched == 0
+    with pytest.warns(UserWarning, match="expandable segments are switched on"):
+        lowtide.optimize(nn.Linear(4, 4), budget="8GiB card")
     assert cuda.switched == 1
 
 

@@ -42,6 +42,13 @@ def test_a_card_goes_by_its_name(name: str) -> None:
     assert Card(name, reserve="1GiB").usable_bytes == card.memory_bytes - (1 << 30)
 
 
+def test_a_card_of_another_size_is_as_fast() -> None:
+    card = Card("t4", reserve="1GiB")
+    smaller = card.of_size(8 << 30)
+    assert (smaller.memory_bytes, smaller.reserve_bytes, smaller.known) == (8 << 30, 1 << 30, card.known)
+    assert card.memory_bytes == KNOWN_CARDS["t4"].memory_bytes
+
+
 def test_a_short_name_means_the_card_with_less_memory() -> None:
     assert Card("a100").known is KNOWN_CARDS["a100-40gb"]
     assert Card("Tesla V100").known is KNOWN_CARDS["v100-16gb"]

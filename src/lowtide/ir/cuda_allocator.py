@@ -124,6 +124,7 @@ class CachingAllocator:
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
         self.peak_reserved_bytes = 0
+        self.returned_bytes = 0  # to the device, all in all
         self._pools = {small: _FreeBlocks(small) for small in (True, False)}
         self._taken_bytes = 0  # in all segments that there ever were: where the next one lies
         self._stretches = 0
@@ -161,7 +162,7 @@ class CachingAllocator:
                     self._unmap(pool, block)
                 elif block.before is None and block.after is None:
                     pool.take(block)
-                    self.reserved_bytes -= block.size
+                    self._return(block.size)
 
     def _from_cache(self, pool: _FreeBlocks, size: int) -> CachedBlock | None:
         free = pool.free
@@ -206,6 +207,10 @@ class CachingAllocator:
         self.reserved_bytes += more_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
+
+    def _return(self, count: int) -> None:
+        self.reserved_bytes -= count
+        self.returned_bytes += count
 
     # Expandable segments --------------------------------------------------------------------------------
 
@@ -258,7 +263,7 @@ class CachingAllocator:
         if block.address < begin:
             first, block = block, _cut(block, begin - block.address)
             pool.put(first)
-        self.reserved_bytes -= block.size
+        self._return(block.size)
         block.mapped = False
         block = self._joined(pool, block)
         if block.before is not None or block.after is not None:  # else the whole segment is gone

@@ -27,6 +27,7 @@ _PRODUCTS = frozenset(
 )
 _FORWARDS = (Phase.FORWARD, Phase.OPTIMIZER)  # what runs in the main thread
 _LAST_BATCH = 2  # it is so many times smaller
+A_STEP = "the third step"  # which is as those after it
 _SO_FAR = " so far"  # gradients of earlier micro-batches
 Blocks: TypeAlias = dict[int, CachedBlock]
 Late: TypeAlias = Mapping[int, Iterable[tuple[int, int]]]  # values and bytes, by the op that has them made
@@ -35,11 +36,15 @@ _NOTHING: Late = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the training: the most that was handed out in it, and what was reserved by its end."""
+    """A part of the training: the most that was handed out in it, and that was reserved until its end.
+
+    `returned_bytes` went back to the device in it, because there was no more.
+    """
 
     name: str
     allocated_bytes: int
     reserved_bytes: int
+    returned_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,11 @@ class TrainingReserve:
     def reserved_bytes(self) -> int:
         """The most that was taken from the device."""
         return max(stage.reserved_bytes for stage in self.stages)
+
+    @property
+    def returned_bytes(self) -> int:
+        """What goes back to the device, and is taken again, in a step among others."""
+        return next((stage.returned_bytes for stage in self.stages if stage.name == A_STEP), 0)
 
     @property
     def growth_bytes(self) -> int:
@@ -178,7 +188,7 @@ def _training(
     yield "loading the model", partial(replay.load, step)
     yield "the first step", partial(replay.step, step, step.born_late())
     yield "the second step", partial(replay.step, step)
-    yield "the third step", partial(replay.step, step)
+    yield A_STEP, partial(replay.step, step)
     yield "a validation pass", partial(replay.evaluate, evaluated)
     yield "a step after validation", partial(replay.step, step)
     yield "a last, smaller batch", partial(replay.step, smaller)
@@ -193,12 +203,16 @@ class _Process:
     def __init__(self, allocator: CachingAllocator, updating: AllocatedRun | None) -> None:
         self._allocator = allocator
         self._updating = updating
+        self._returned_bytes = 0
         self._resident: Blocks = {}
         self._gradients: Blocks = {}  # of the last step, which the next one drops
 
     def stage(self, name: str) -> Stage:
         """What there was to see since the stage began."""
-        return Stage(name, self._allocator.peak_allocated_bytes, self._allocator.peak_reserved_bytes)
+        allocator, before = self._allocator, self._returned_bytes
+        self._returned_bytes = allocator.returned_bytes
+        returned_bytes = self._returned_bytes - before
+        return Stage(name, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, returned_bytes)
 
     def load(self, step: AllocatedRun) -> None:
         """Put there what is there before the first step."""

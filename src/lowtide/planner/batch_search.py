@@ -90,7 +90,7 @@ class Goal(ABC):
 
     def on(self, step: StepBudget, memory_bytes: int) -> StepBudget:
         """The step on a card of that size, if it is a card that is to hold it."""
-        return step if self.card is None else step.on(Card(memory_bytes, self.card.reserve_bytes))
+        return step if self.card is None else step.on(self.card.of_size(memory_bytes))
 
     @abstractmethod
     def reached(self, step: StepBudget, batch: int, memory_bytes: int) -> Reached | None:

@@ -154,6 +154,8 @@ class Fit:
                 f"with PyTorch's own segments it runs out of memory in {use.failed_by_default}: set "
                 "PYTORCH_ALLOC_CONF=expandable_segments:True (lowtide.optimize does, for a card)"
             )
+        if use.fits and use.giving_back:
+            found.append(use.giving_back.removeprefix(". "))
         if use.card.known is not None and not use.card.known.is_measured:
             found.append(f"the memory of {use.card.known.name} is nominal, less a part: see docs/card.md")
         return found

@@ -110,6 +110,7 @@ class CardUse:
     needed_bytes: int  # of the allocator, with what is left free
     failed: str | None
     failed_by_default: str | None  # with the segments that PyTorch has unless told
+    returned_bytes: int = 0  # to the device in every step, and taken again
 
     @classmethod
     def of(cls, training: Training, card: Card, beside: Beside) -> CardUse:
@@ -119,7 +120,9 @@ class CardUse:
         found = training.within(left) if needed <= left else training.within(None)
         failed = None if needed <= left else training.within(left).failed or _TOO_CLOSE
         by_default = training.within(left, expandable=False)
-        return cls(card, beside, found.reserved_bytes, needed, failed, by_default.failed)
+        return cls(
+            card, beside, found.reserved_bytes, needed, failed, by_default.failed, found.returned_bytes
+        )
 
     @property
     def fits(self) -> bool:
@@ -141,7 +144,17 @@ class CardUse:
         return (
             f"on {self.card}: {format_bytes(self.reserved_bytes)} reserved in expandable segments, "
             f"{format_bytes(self.beside.context_bytes)} for the CUDA context and libraries{nccl}; together "
-            f"{format_bytes(self.taken_bytes)}"
+            f"{format_bytes(self.taken_bytes)}{self.giving_back}"
+        )
+
+    @property
+    def giving_back(self) -> str:
+        """What is to be known of a card that is nearly full, in words; nothing of others."""
+        if not self.returned_bytes:
+            return ""
+        return (
+            f". In every step PyTorch gives {format_bytes(self.returned_bytes)} back to the card and takes "
+            "them again, because holes would not fit otherwise: that takes time, which is not counted"
         )
 
     def to_json(self) -> dict[str, object]:
@@ -154,6 +167,7 @@ class CardUse:
             "context_bytes": self.beside.context_bytes,
             "nccl_bytes": self.beside.nccl_bytes,
             "missing_bytes": self.missing_bytes,
+            "returned_bytes_a_step": self.returned_bytes,
             "runs_out_in": self.failed,
             "runs_out_by_default_in": self.failed_by_default,
         }

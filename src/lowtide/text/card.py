@@ -50,6 +50,12 @@ class Card:
         """What is meant by '24GiB', '24GiB card', 'rtx4090' and 25_769_803_776; a card is as it is."""
         return given if isinstance(given, Card) else cls(given, reserve)
 
+    def of_size(self, memory_bytes: int) -> Card:
+        """The same card with another memory."""
+        found = Card(memory_bytes, self.reserve_bytes)
+        object.__setattr__(found, "known", self.known)
+        return found
+
     @property
     def usable_bytes(self) -> int:
         """What this process can take."""

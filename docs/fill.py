@@ -22,6 +22,7 @@ from example import BUDGET, WITHIN_A_BUDGET, shown
 
 import lowtide
 from lowtide.cli import main as command_line
+from lowtide.text.known_cards import KNOWN_CARDS, KnownCard
 
 PAGES = Path(__file__).parent
 README = PAGES.parent / "README.md"
@@ -82,7 +83,7 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Files and sizes": (
         "Save and load, read and write bytes.",
-        ("solvers.files", "text.units", "text.budget"),
+        ("solvers.files", "text.units", "text.sizes", "text.card"),
     ),
     "Errors": (
         "All are `LowtideError`; [Troubleshooting](troubleshooting.md) says what to do about each.",
@@ -124,6 +125,21 @@ def _help(*command: str) -> str:
     result = runner.invoke(command_line, [*command, "--help"], prog_name="lowtide", catch_exceptions=False)
     lines = (line.rstrip() for line in result.output.splitlines())
     return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
+# Cards ------------------------------------------------------------------------------------------------
+
+
+def _cards(_: str) -> str:
+    """The cards that go by a name."""
+    head = "| name | memory | | TFLOP/s in 32 bits | TF32 | half | GB/s |\n|---|---:|---|---:|---:|---:|---:|"
+    return "\n".join([head, *map(_row_of_card, KNOWN_CARDS.values())])
+
+
+def _row_of_card(card: KnownCard) -> str:
+    memory = f"{card.memory_bytes / 2**30:.2f} GiB | {'told' if card.is_measured else 'nominal, less a part'}"
+    rates = (card.full_flops / 1e12, card.tensor_flops / 1e12, card.half_flops / 1e12, card.bandwidth / 1e9)
+    return f"| {card.name} | {memory} | {' | '.join(f'{rate:,.4g}' for rate in rates)} |"
 
 
 # The public names -------------------------------------------------------------------------------------
@@ -213,6 +229,7 @@ def _table(_: str) -> str:
 
 
 _FILLERS: Mapping[str, Callable[[str], str]] = {
+    "cards": _cards,
     "commands": _commands,
     "names": _names,
     "facts": _facts,

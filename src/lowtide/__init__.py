@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         PlanDisagrees,
         RanksDisagree,
         ShapeMismatch,
+        UnknownCard,
         UnknownFunction,
         UnknownMethod,
         UnknownModel,
@@ -68,7 +69,8 @@ if TYPE_CHECKING:
     from lowtide.solvers.frontier import frontier
     from lowtide.solvers.registry import methods, schedulers, solve
     from lowtide.solvers.solution import Confirmation, GraphSolution, Solution, Status
-    from lowtide.text.budget import parse_bytes
+    from lowtide.text.card import Card
+    from lowtide.text.sizes import parse_bytes
     from lowtide.text.units import format_bytes
     from lowtide.trace.dry_run import Trace, dry_run
     from lowtide.trace.profile import profile
@@ -87,6 +89,7 @@ __all__ = [
     "CannotCapture",
     "CannotRun",
     "CannotTrace",
+    "Card",
     "Category",
     "Chain",
     "Comparison",
@@ -133,6 +136,7 @@ __all__ = [
     "Tensor",
     "Timeline",
     "Trace",
+    "UnknownCard",
     "UnknownFunction",
     "UnknownMethod",
     "UnknownModel",
@@ -205,6 +209,7 @@ _NAMES_OF_MODULE = {
         "PlanDisagrees",
         "RanksDisagree",
         "ShapeMismatch",
+        "UnknownCard",
         "UnknownFunction",
         "UnknownMethod",
         "UnknownModel",
@@ -237,7 +242,8 @@ _NAMES_OF_MODULE = {
     "solvers.registry": ("methods", "schedulers", "solve"),
     "trace.dry_run": ("Trace", "dry_run"),
     "text.units": ("format_bytes",),
-    "text.budget": ("parse_bytes",),
+    "text.card": ("Card",),
+    "text.sizes": ("parse_bytes",),
     "ir.validate": ("validate",),
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}

@@ -126,7 +126,10 @@ def test_multiples_can_be_asked_for() -> None:
     [
         ("mine.py:four", ["--memory", "1KB"], "That is for a batch of 1, the smallest"),
         ("mine.py:four", ["--memory", "16KiB", "--batch", "8"], "--batch is what is looked for"),
-        ("mine.py:four", [], "Missing option '--memory'"),
+        ("mine.py:four", ["--reserve", "1GiB"], "--reserve says what others hold of a --card; give both."),
+        ("mine.py:four", ["--memory", "16KiB", "--card", "8GiB"], "--memory is for a peak, --card for all"),
+        ("mine.py:four", ["--card", "rtx4095"], "there is no card called 'rtx4095'. Did you mean rtx4090"),
+        ("mine.py:four", ["--card", "8GiB"], "the step runs on cpu. Say that it runs on CUDA"),
         ("mine.py:four", ["--memory", "16KiB", "--time-limit", "0.5"], "a time limit of 0.5 cannot be kept"),
         (
             "mine.py:four",

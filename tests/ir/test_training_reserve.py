@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from lowtide.ir.cuda_allocator import cached
 from lowtide.ir.graph import OPTIMIZER_STEP, Graph, Phase, Role
 from lowtide.ir.schedule import straight
-from lowtide.ir.training_reserve import Pass, training_reserve
+from lowtide.ir.training_reserve import AllocatedRun, training_reserve
 from tests.helpers.handmade import Drawing, graphs, steps
 
 MIB = 1 << 20
 
 
-def training() -> Pass:
+def training() -> AllocatedRun:
     """Weight, gradient and state of 20 MiB each, a batch of 4, hidden 40, and 40 for the update."""
     drawing = Drawing("cuda:0")
     weight = drawing.value("weight", 20 * MIB, Role.PARAMETER)
@@ -28,10 +28,10 @@ def training() -> Pass:
     drawing.op("aten.sqrt.default", [state], [temporary], phase=Phase.OPTIMIZER)
     drawing.op("aten.add_.Tensor", [temporary, new], [], [weight], phase=Phase.OPTIMIZER)
     graph = drawing.graph(outputs=[weight, state, new])
-    return Pass(graph, steps(f"f{old}", 0, 1, f"f{hidden}", 2, 3, f"f{temporary}"))
+    return AllocatedRun(graph, steps(f"f{old}", 0, 1, f"f{hidden}", 2, 3, f"f{temporary}"))
 
 
-def allocated(step: Pass, plain: Pass | None = None) -> dict[str, int]:
+def allocated(step: AllocatedRun, plain: AllocatedRun | None = None) -> dict[str, int]:
     return {stage.name: stage.allocated_bytes // MIB for stage in training_reserve(step, plain).stages}
 
 
@@ -71,7 +71,7 @@ def test_libraries_take_their_memory_at_the_first_product_of_either_thread() -> 
     drawing.op("aten.relu.default", [weight], [early])
     drawing.op("aten.mm.default", [early], [late])
     drawing.op("aten.mm.default", [late], [new], phase=Phase.BACKWARD)
-    step = Pass(drawing.graph(), steps(0, 1, f"f{early}", 2, f"f{late}", f"f{new}"))
+    step = AllocatedRun(drawing.graph(), steps(0, 1, f"f{early}", 2, f"f{late}", f"f{new}"))
     assert step.born_late() == {1: [(held, 30 * MIB)], 2: [(~held, 30 * MIB)]}
     found = {stage.name: stage.allocated_bytes // MIB for stage in training_reserve(step).stages}
     assert found["loading the model"] == 10
@@ -87,7 +87,7 @@ def test_the_update_of_a_planned_step_is_that_of_the_plain_one() -> None:
     new = drawing.value("weight.grad", 20 * MIB, Role.GRADIENT)
     drawing.op("aten.mm.default", [weight], [new], phase=Phase.BACKWARD)
     drawing.op(OPTIMIZER_STEP, [], [], phase=Phase.OPTIMIZER, workspace=30 * MIB)
-    planned = Pass(drawing.graph(outputs=[new]), steps(0, 1))
+    planned = AllocatedRun(drawing.graph(outputs=[new]), steps(0, 1))
     assert allocated(planned)["the first step"] == 20 + 20 + 20 + 30
     assert allocated(planned, training())["the first step"] == 20 + 20 + 20 + 40
 
@@ -97,7 +97,7 @@ def test_gradients_that_no_plan_names_are_dropped_before_the_next_step() -> None
     weight, batch = drawing.value("weight", 20 * MIB, Role.PARAMETER), drawing.value("x", 6 * MIB, Role.BATCH)
     new = drawing.value("weight.grad", 20 * MIB, Role.GRADIENT)
     drawing.op("aten.mm.default", [weight, batch], [new], phase=Phase.BACKWARD)
-    found = allocated(Pass(drawing.graph(outputs=[new]), steps(0)))
+    found = allocated(AllocatedRun(drawing.graph(outputs=[new]), steps(0)))
     assert found["the first step"] == 20 + 6 + 20
     assert found["the second step"] == 20 + 6 + 6 + 20  # the next batch is there before the gradient is gone
     assert found["a validation pass"] == 20 + 6 + 20 + 6
@@ -109,15 +109,15 @@ def test_gradients_so_far_are_those_of_the_step_before() -> None:
     drawing.value("weight.grad so far", 20 * MIB, Role.GRADIENT)
     new = drawing.value("weight.grad", 20 * MIB, Role.GRADIENT)
     drawing.op("aten.mm.default", [weight], [new], phase=Phase.BACKWARD)
-    found = allocated(Pass(drawing.graph(outputs=[new]), steps(0)))
+    found = allocated(AllocatedRun(drawing.graph(outputs=[new]), steps(0)))
     assert (found["the first step"], found["the second step"]) == (40, 60)
 
 
 @given(graphs(), st.booleans())
 def test_a_step_among_others_holds_what_the_referee_counts(graph: Graph, expandable: bool) -> None:
     schedule = straight(graph)
-    found = training_reserve(Pass(graph, schedule), expandable=expandable)
-    batches = [graph.counted_bytes(value) for value in Pass(graph, schedule).of_role(Role.BATCH)]
+    found = training_reserve(AllocatedRun(graph, schedule), expandable=expandable)
+    batches = [graph.counted_bytes(value) for value in AllocatedRun(graph, schedule).of_role(Role.BATCH)]
     third = found.stages[3].allocated_bytes
     counted = cached(graph, schedule, expandable=expandable).allocated_bytes
     assert counted <= third + 512 * len(graph.values)

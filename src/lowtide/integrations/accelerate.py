@@ -9,6 +9,7 @@ from torch import nn
 from lowtide.errors import BadRequest, MissingExtra
 from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
 from lowtide.solvers.method import Method, Scheduler
+from lowtide.text.card import Card
 from lowtide.text.progress import bar_while_planning
 from lowtide.trace.step import Loss
 
@@ -26,7 +27,7 @@ def prepare(
     model: nn.Module,
     optimizer: Any,
     *others: Any,
-    budget: str | int,
+    budget: str | int | Card,
     method: str | Method | Scheduler | None = None,
     loss: Loss | None = None,
     on_new_shape: str = "plan",

@@ -44,11 +44,11 @@ _ADDRESSES = _LARGE_SEGMENT << 20  # of an expandable segment; PyTorch takes 9/8
 class OutOfReserve(Exception):
     """The device has no more, or no more is allowed, and nothing that is cached can be given back."""
 
-    def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
-        super().__init__(requested_bytes, allocated_bytes, reserved_bytes)
+    def __init__(self, requested_bytes: int, reserved_bytes: int, missing_bytes: int) -> None:
+        super().__init__(requested_bytes, reserved_bytes, missing_bytes)
         self.requested_bytes = requested_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
+        self.reserved_bytes = reserved_bytes  # once everything that is cached was given back
+        self.missing_bytes = missing_bytes  # for the request to have a segment of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class CachedBlock:
 
 
 @dataclass(eq=False, slots=True)
-class _Pool:
+class _FreeBlocks:
     """The free blocks of one kind: those with memory by size, those without by address."""
 
     small: bool
@@ -124,7 +124,8 @@ class CachingAllocator:
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
         self.peak_reserved_bytes = 0
-        self._pools = {small: _Pool(small) for small in (True, False)}
+        self.returned_bytes = 0  # to the device, all in all
+        self._pools = {small: _FreeBlocks(small) for small in (True, False)}
         self._taken_bytes = 0  # in all segments that there ever were: where the next one lies
         self._stretches = 0
 
@@ -161,9 +162,9 @@ class CachingAllocator:
                     self._unmap(pool, block)
                 elif block.before is None and block.after is None:
                     pool.take(block)
-                    self.reserved_bytes -= block.size
+                    self._return(block.size)
 
-    def _from_cache(self, pool: _Pool, size: int) -> CachedBlock | None:
+    def _from_cache(self, pool: _FreeBlocks, size: int) -> CachedBlock | None:
         free = pool.free
         place = bisect.bisect_left(free, (size,))
         if self.expandable:
@@ -176,7 +177,7 @@ class CachingAllocator:
                 place += 1
         return free.pop(place)[2] if place < len(free) else None
 
-    def _from_device(self, pool: _Pool, size: int) -> CachedBlock | None:
+    def _from_device(self, pool: _FreeBlocks, size: int) -> CachedBlock | None:
         whole = _segment_bytes(size)
         if self.allowed_bytes is not None and self.reserved_bytes + whole > self.allowed_bytes:
             return None
@@ -189,12 +190,14 @@ class CachingAllocator:
         self._taken_bytes += whole
         return block
 
-    def _after_all(self, pool: _Pool, size: int) -> CachedBlock:
+    def _after_all(self, pool: _FreeBlocks, size: int) -> CachedBlock:
         """What the device has once everything that is cached was given back."""
         self.empty_cache()
         block = self._from_device(pool, size)
         if block is None:
-            raise OutOfReserve(size, self.allocated_bytes, self.reserved_bytes)
+            limits = (limit for limit in (self.allowed_bytes, self.device_bytes) if limit is not None)
+            missing_bytes = self.reserved_bytes + _segment_bytes(size) - min(limits)
+            raise OutOfReserve(size, self.reserved_bytes, max(missing_bytes, _SEGMENT_GRAIN))
         return block
 
     def _reserves(self, more_bytes: int) -> bool:
@@ -205,9 +208,13 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
+    def _return(self, count: int) -> None:
+        self.reserved_bytes -= count
+        self.returned_bytes += count
+
     # Expandable segments --------------------------------------------------------------------------------
 
-    def _expanded(self, pool: _Pool, size: int) -> CachedBlock | None:
+    def _expanded(self, pool: _FreeBlocks, size: int) -> CachedBlock | None:
         """A block of at least `size`, with as few more pages as it takes; what was mapped in vain stays."""
         block = _with_room(pool, size) or self._new_stretch(pool)
         if not block.mapped:
@@ -225,13 +232,13 @@ class CachingAllocator:
         pool.take(block)
         return block
 
-    def _new_stretch(self, pool: _Pool) -> CachedBlock:
+    def _new_stretch(self, pool: _FreeBlocks) -> CachedBlock:
         self._stretches += 1
         block = CachedBlock(self._stretches * _ADDRESSES, _ADDRESSES, pool.small, True, mapped=False)
         pool.put(block)
         return block
 
-    def _map(self, pool: _Pool, block: CachedBlock, size: int) -> CachedBlock | None:
+    def _map(self, pool: _FreeBlocks, block: CachedBlock, size: int) -> CachedBlock | None:
         """Memory for the first `size` bytes of a block without; joined with its neighbours, in the pool."""
         pages = _up(size, pool.page)
         if not self._reserves(pages):
@@ -244,7 +251,7 @@ class CachingAllocator:
         pool.put(block)
         return block
 
-    def _unmap(self, pool: _Pool, block: CachedBlock) -> None:
+    def _unmap(self, pool: _FreeBlocks, block: CachedBlock) -> None:
         """Give back the pages that lie within a free block."""
         begin = _up(block.address, pool.page)
         end = (block.address + block.size) // pool.page * pool.page
@@ -256,13 +263,13 @@ class CachingAllocator:
         if block.address < begin:
             first, block = block, _cut(block, begin - block.address)
             pool.put(first)
-        self.reserved_bytes -= block.size
+        self._return(block.size)
         block.mapped = False
         block = self._joined(pool, block)
         if block.before is not None or block.after is not None:  # else the whole segment is gone
             pool.put(block)
 
-    def _joined(self, pool: _Pool, block: CachedBlock) -> CachedBlock:
+    def _joined(self, pool: _FreeBlocks, block: CachedBlock) -> CachedBlock:
         """`block` with its free neighbours of the same kind, which are no longer in the pool."""
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free and neighbour.mapped == block.mapped:
@@ -312,7 +319,7 @@ def _segment_bytes(size: int) -> int:
     return _LARGE_SEGMENT if size < _LARGE else _up(size, _SEGMENT_GRAIN)
 
 
-def _with_room(pool: _Pool, size: int) -> CachedBlock | None:
+def _with_room(pool: _FreeBlocks, size: int) -> CachedBlock | None:
     """The first block, by address, from which on `size` bytes are free, with memory or without."""
     for _, block in pool.unmapped:
         before = block.before

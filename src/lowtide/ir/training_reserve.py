@@ -27,6 +27,7 @@ _PRODUCTS = frozenset(
 )
 _FORWARDS = (Phase.FORWARD, Phase.OPTIMIZER)  # what runs in the main thread
 _LAST_BATCH = 2  # it is so many times smaller
+A_STEP = "the third step"  # which is as those after it
 _SO_FAR = " so far"  # gradients of earlier micro-batches
 Blocks: TypeAlias = dict[int, CachedBlock]
 Late: TypeAlias = Mapping[int, Iterable[tuple[int, int]]]  # values and bytes, by the op that has them made
@@ -35,22 +36,27 @@ _NOTHING: Late = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the training: the most that was handed out in it, and what was reserved by its end."""
+    """A part of the training: the most that was handed out in it, and that was reserved until its end.
+
+    `returned_bytes` went back to the device in it, because there was no more.
+    """
 
     name: str
     allocated_bytes: int
     reserved_bytes: int
+    returned_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class TrainingReserve:
     """What the allocator hands out and takes from the device, stage by stage.
 
-    `failed` is the stage in which there was too little; None where all of them ran.
+    `failed` is the stage in which there was too little, by `missing_bytes`; None where all of them ran.
     """
 
     stages: tuple[Stage, ...]
     failed: str | None = None
+    missing_bytes: int = 0
 
     @property
     def allocated_bytes(self) -> int:
@@ -62,9 +68,19 @@ class TrainingReserve:
         """The most that was taken from the device."""
         return max(stage.reserved_bytes for stage in self.stages)
 
+    @property
+    def returned_bytes(self) -> int:
+        """What goes back to the device, and is taken again, in a step among others."""
+        return next((stage.returned_bytes for stage in self.stages if stage.name == A_STEP), 0)
+
+    @property
+    def growth_bytes(self) -> int:
+        """The most that was handed out beyond the model."""
+        return self.allocated_bytes - self.stages[0].allocated_bytes
+
 
 @dataclass(frozen=True)
-class Pass:
+class AllocatedRun:
     """A schedule over a graph, as an allocator sees it."""
 
     graph: Graph
@@ -90,12 +106,12 @@ class Pass:
         values = self.graph.values
         return [value for value in self.graph.resident if values[value].role in roles]
 
-    def evaluated(self) -> Pass:
+    def evaluated(self) -> AllocatedRun:
         """The forward alone, of which nothing is kept for a backward."""
         forward = [op.id for op in self.graph.ops if op.phase is Phase.FORWARD]
-        return Pass(self.graph, in_order(self.graph, forward))
+        return AllocatedRun(self.graph, in_order(self.graph, forward))
 
-    def updating(self) -> Pass:
+    def updating(self) -> AllocatedRun:
         """What the optimizer does, of the whole."""
         updates = {op.id for op in self.graph.ops if op.phase is Phase.OPTIMIZER}
         made = {value for op in updates for value in self.graph.ops[op].creates}
@@ -104,9 +120,9 @@ class Pass:
             for step, (op, _, died) in zip(self.schedule, self.moves, strict=True)
             if (op.id in updates if op is not None else made.issuperset(died))
         )
-        return Pass(self.graph, Schedule(tuple(steps)))
+        return AllocatedRun(self.graph, Schedule(tuple(steps)))
 
-    def smaller(self, times: int = _LAST_BATCH) -> Pass:
+    def smaller(self, times: int = _LAST_BATCH) -> AllocatedRun:
         """The same for a batch that is so many times smaller: all that is no parameter's is smaller too."""
         batch = (Role.INTERMEDIATE, Role.BATCH)
         values = tuple(
@@ -114,7 +130,7 @@ class Pass:
             for value in self.graph.values
         )
         ops = tuple(replace(op, workspace_bytes=op.workspace_bytes // times) for op in self.graph.ops)
-        return Pass(replace(self.graph, values=values, ops=ops), self.schedule)
+        return AllocatedRun(replace(self.graph, values=values, ops=ops), self.schedule)
 
     def born_late(self) -> dict[int, list[tuple[int, int]]]:
         """What is there before all steps but the first, by the op that has it made: values and bytes.
@@ -138,8 +154,8 @@ class Pass:
 
 
 def training_reserve(
-    step: Pass,
-    plain: Pass | None = None,
+    step: AllocatedRun,
+    plain: AllocatedRun | None = None,
     *,
     expandable: bool = False,
     allowed_bytes: int | None = None,
@@ -152,25 +168,27 @@ def training_reserve(
     allocator = CachingAllocator(
         expandable=expandable, allowed_bytes=allowed_bytes, device_bytes=device_bytes
     )
-    replay = _Replay(allocator, plain.updating() if plain is not None else None)
+    replay = _Process(allocator, plain.updating() if plain is not None else None)
     stages: list[Stage] = []
     for name, part in _training(replay, step, (plain or step).evaluated()):
         allocator.peak_allocated_bytes = allocator.allocated_bytes
         try:
             part()
-        except OutOfReserve:
-            return TrainingReserve((*stages, replay.stage(name)), failed=name)
+        except OutOfReserve as refused:
+            return TrainingReserve((*stages, replay.stage(name)), name, refused.missing_bytes)
         stages.append(replay.stage(name))
     return TrainingReserve(tuple(stages))
 
 
-def _training(replay: _Replay, step: Pass, evaluated: Pass) -> Iterator[tuple[str, Callable[[], None]]]:
+def _training(
+    replay: _Process, step: AllocatedRun, evaluated: AllocatedRun
+) -> Iterator[tuple[str, Callable[[], None]]]:
     """The parts of a training, in order."""
     smaller = step.smaller()
     yield "loading the model", partial(replay.load, step)
     yield "the first step", partial(replay.step, step, step.born_late())
     yield "the second step", partial(replay.step, step)
-    yield "the third step", partial(replay.step, step)
+    yield A_STEP, partial(replay.step, step)
     yield "a validation pass", partial(replay.evaluate, evaluated)
     yield "a step after validation", partial(replay.step, step)
     yield "a last, smaller batch", partial(replay.step, smaller)
@@ -179,27 +197,31 @@ def _training(replay: _Replay, step: Pass, evaluated: Pass) -> Iterator[tuple[st
     yield "and its second step", partial(replay.step, step)
 
 
-class _Replay:
+class _Process:
     """What is held of one training, step after step."""
 
-    def __init__(self, allocator: CachingAllocator, updating: Pass | None) -> None:
+    def __init__(self, allocator: CachingAllocator, updating: AllocatedRun | None) -> None:
         self._allocator = allocator
         self._updating = updating
+        self._returned_bytes = 0
         self._resident: Blocks = {}
         self._gradients: Blocks = {}  # of the last step, which the next one drops
 
     def stage(self, name: str) -> Stage:
         """What there was to see since the stage began."""
-        return Stage(name, self._allocator.peak_allocated_bytes, self._allocator.peak_reserved_bytes)
+        allocator, before = self._allocator, self._returned_bytes
+        self._returned_bytes = allocator.returned_bytes
+        returned_bytes = self._returned_bytes - before
+        return Stage(name, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, returned_bytes)
 
-    def load(self, step: Pass) -> None:
+    def load(self, step: AllocatedRun) -> None:
         """Put there what is there before the first step."""
         late = {value for born in step.born_late().values() for value, _ in born}
         for value in step.graph.resident:
             if value not in late and step.graph.values[value].role not in (Role.GRADIENT, Role.BATCH):
                 self._born(self._resident, value, step.sizes[value])
 
-    def step(self, step: Pass, late: Late = _NOTHING) -> None:
+    def step(self, step: AllocatedRun, late: Late = _NOTHING) -> None:
         """Train on the next batch, which is there before the last one and the gradients are gone."""
         for value in step.of_role(Role.BATCH):
             before = self._resident.pop(value, None)
@@ -211,7 +233,7 @@ class _Replay:
         self._run(step, held, late)
         self._carry_over(step, held)
 
-    def evaluate(self, evaluated: Pass) -> None:
+    def evaluate(self, evaluated: AllocatedRun) -> None:
         """Run a forward of which nothing is kept."""
         held: Blocks = {}
         for value in evaluated.of_role(Role.BATCH):
@@ -219,7 +241,7 @@ class _Replay:
         self._run(evaluated, held)
         self._drop(held)
 
-    def _run(self, run: Pass, held: Blocks, late: Late = _NOTHING) -> None:
+    def _run(self, run: AllocatedRun, held: Blocks, late: Late = _NOTHING) -> None:
         allocator = self._allocator
         for op, born, died in run.moves:
             if op is not None and op.id in late:
@@ -237,7 +259,7 @@ class _Replay:
                 if (block := held.pop(value, None)) is not None:
                     allocator.release(block)
 
-    def _carry_over(self, step: Pass, held: Blocks) -> None:
+    def _carry_over(self, step: AllocatedRun, held: Blocks) -> None:
         """What is there before the next step. New gradients take the place of those that were dropped."""
         values = step.graph.values
         kept: Blocks = {value: block for value, block in held.items() if value in step.staying}

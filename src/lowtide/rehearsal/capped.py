@@ -28,8 +28,8 @@ from lowtide.rehearsal.outcome import (
     in_steps,
 )
 from lowtide.rehearsal.training_watch import TrainingWatch
-from lowtide.text.budget import parse_bytes
 from lowtide.text.card import Card
+from lowtide.text.sizes import parse_bytes
 from lowtide.text.units import format_bytes
 from lowtide.trace.owners import Owners, keys_of
 from lowtide.trace.user_lines import line_of

@@ -37,7 +37,7 @@ class CappedReplay:
         try:
             return self.allocator.allocate(count), None
         except OutOfReserve as error:
-            refusal = Reserve(error.allocated_bytes, error.reserved_bytes)
+            refusal = Reserve(self.allocator.allocated_bytes, error.reserved_bytes)
         self.refusals += 1
         self.allocator.allowed_bytes = None
         block = self.allocator.allocate(count)

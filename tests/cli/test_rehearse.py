@@ -132,6 +132,14 @@ def test_so_many_steps_are_enough() -> None:
     assert found["ended"] == "ended after the steps that were asked for"
 
 
+def test_the_example_runs_out_of_memory_in_its_validation() -> None:
+    example = Path(__file__).parents[2] / "examples" / "rehearsed_training.py"
+    found = json.loads(rehearse(str(example), "--batch", "32", "--card", "930MiB", "--json").stdout)
+    assert [part["part"] for part in found["parts"] if not part["fits"]] == ["validation"]
+    assert "torch.stack(features)" in found["shortfall"]["line"]
+    assert found["other_segments_fit"] is True
+
+
 def test_a_timeline_can_be_drawn(folder: Path) -> None:
     pytest.importorskip("matplotlib")
     assert rehearse("train.py", "--card", "1GiB", "--plot", "timeline.svg").exit_code == 0

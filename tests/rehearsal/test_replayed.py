@@ -360,6 +360,22 @@ def test_a_planned_model_holds_less_in_a_rehearsal() -> None:
     assert peak("60%") <= 0.6 * peak(None)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.long)])
+def test_a_model_can_be_planned_within_a_rehearsal(device: str) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)  # with attention, and dropout
+    model, batch = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(8, 128, 64)
+    with on_card(64 * MIB) as rehearsal:
+        model, batch = model.to(device), batch.to(device)
+        lowtide.optimize(model, (batch,), loss=torch.mean, budget="85%", profile=False)
+        for _ in range(2):
+            model(batch).mean().backward()
+            model.zero_grad()
+    (plan,) = lowtide.plans_of(model)
+    found = act(rehearsal, Act.FIRST)
+    held = found.allocated_bytes - found.held[Category.WORKSPACE]
+    assert plan.peak_bytes * 0.85 < held <= plan.peak_bytes
+
+
 # Refusals -----------------------------------------------------------------------------------------------
 
 

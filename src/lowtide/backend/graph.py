@@ -19,6 +19,7 @@ from lowtide.backend.settled import settled
 from lowtide.backend.solve import planned_alone, without_others
 from lowtide.compat.dynamo import take_a_list
 from lowtide.errors import BadRequest
+from lowtide.execute.out_of_memory import explained
 from lowtide.solvers.solution import GraphSolution
 
 if TYPE_CHECKING:
@@ -74,16 +75,21 @@ class StepGraph(PlannedGraph):
 
     def run_forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         mark = self._step.next_mark(self)
-        if mark is not None:
-            results = self.code(mark).forward.forward(args)
-            return results, self._step.follow(self, mark)
-        assert self._alone is not None, "planned alone when it was compiled"
-        given = storages_of(args)
-        results = self._alone.forward.forward(args)
+        with explained(None, self._solution(mark), "the forward"):
+            if mark is not None:
+                results = self.code(mark).forward.forward(args)
+                return results, self._step.follow(self, mark)
+            assert self._alone is not None, "planned alone when it was compiled"
+            given = storages_of(args)
+            results = self._alone.forward.forward(args)
         made = storages_of(results[: self.halves.user_results])
         return results, self._step.watch(self, given, made)
 
     def run_backward(self, mark: Mark, args: list[Any]) -> Any:
+        with explained(None, self._solution(mark), "the backward", began=0):
+            return self._run_backward(mark, args)
+
+    def _run_backward(self, mark: Mark, args: list[Any]) -> Any:
         run = self._step.done(self, mark)
         if run is None or mark.plan is not None:
             return super().run_backward(mark, args)
@@ -91,6 +97,10 @@ class StepGraph(PlannedGraph):
         gradients = super().run_backward(mark, args)
         self._step.watch_backward(run, tangents, storages_of(gradients))
         return gradients
+
+    def _solution(self, mark: Mark | None) -> GraphSolution | None:
+        """The plan that a run follows."""
+        return self._by_itself if mark is None or mark.plan is None else self._step.solution(mark)
 
     def code(self, mark: Mark) -> SectionCode:
         """The code for a section of a plan, or, while it is watched, for the graph alone."""

@@ -133,6 +133,11 @@ class CompiledStep:
         assert code is not None, "only a section with code is marked"
         return code
 
+    def solution(self, mark: Mark) -> GraphSolution:
+        """The plan that a run with this mark follows."""
+        assert mark.plan is not None, "a graph has its own plan where it follows no other"
+        return self._plans[mark.plan].solution
+
     def follow(self, graph: StepGraph, mark: Mark) -> torch.Tensor:
         """`graph` runs by a plan now. Returns its mark, written."""
         return self._enter(graph, mark, None)

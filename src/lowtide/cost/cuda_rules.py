@@ -146,12 +146,11 @@ def _attention_of_cpu(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    *rest: Any,
+    **more: Any,
 ) -> torch.Tensor:
     """What keeps no scores on the CPU: its own kernel, which drops nothing out."""
-    return plain(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return plain(query, key, value, attn_mask, 0.0, *rest, **more)
 
 
 # Costs ----------------------------------------------------------------------------------------------

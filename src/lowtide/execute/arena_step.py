@@ -22,6 +22,7 @@ from lowtide.execute.apply import set_aside
 from lowtide.execute.executor import Executor
 from lowtide.execute.identity import fingerprint
 from lowtide.execute.memory import Memory
+from lowtide.execute.out_of_memory import explained
 from lowtide.execute.out_variants import Moves
 from lowtide.execute.residents import residents_by_name
 from lowtide.ir.assumptions import Guess
@@ -235,8 +236,9 @@ class ArenaStep:
                 "there are gradients already, in memory that this step is about to use. Call "
                 "optimizer.zero_grad() first; gradients of several batches cannot be added up in an arena."
             )
-        self.executor.bind({**self._owned(), **batch})
-        self.executor.run()
+        with explained(self.model, None, "a run"):
+            self.executor.bind({**self._owned(), **batch})
+            self.executor.run()
         results = self.executor.results
         for name, parameter in self.model.named_parameters():
             parameter.grad = results.get(gradient_name(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from lowtide.aot.sections import compiling
 from lowtide.compat.dynamo_caches import forget_compiled
 from lowtide.execute.layer_hooks import LayerCourse
 from lowtide.execute.ops_graphs import Execution
+from lowtide.execute.out_of_memory import explained
 from lowtide.solvers.solution import GraphSolution, Solution
 
 _MOST_COMPILED = 32  # times that each graph may be compiled anew before all are let go of
@@ -86,7 +88,13 @@ def course_of(
     """
     if isinstance(solution, Solution):
         return LayerCourse(model, solution, astray)
-    execution = Execution(solution.graph, solution.schedule, spares, astray, solution.budget_bytes)
+    reference = weakref.ref(model)
+
+    def explain(doing: str, began: int) -> AbstractContextManager[None]:
+        return explained(reference(), solution, doing, began)
+
+    budget_bytes = solution.budget_bytes
+    execution = Execution(solution.graph, solution.schedule, spares, astray, budget_bytes, explain)
     backend = execution.backend
     compiled = torch.compile(own or type(model).forward, backend=backend, dynamic=False)
     course = OpsCourse(execution, backend, compiled, is_method=own is None)

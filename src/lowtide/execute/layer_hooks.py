@@ -12,6 +12,7 @@ ends a forward, an error or an interrupt, nothing that was opened stays open.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,11 +22,12 @@ from torch import nn
 
 from lowtide.chain.placement import place
 from lowtide.compat.ambient import Ambient
-from lowtide.compat.autograd import checkpoint
+from lowtide.compat.autograd import checkpoint, next_number
 from lowtide.compat.undo import undone
 from lowtide.errors import CannotApply
 from lowtide.execute.identity import fingerprint
 from lowtide.execute.layer_pass import Pass, close, enter
+from lowtide.execute.out_of_memory import explained
 from lowtide.execute.streams import Streams
 from lowtide.execute.tape import Tape, replay_tape
 from lowtide.execute.unit_state import UnitState
@@ -50,6 +52,9 @@ class LayerCourse:
                 "buffers differ in name, shape or type. Plan this model."
             )
         self._astray = astray
+        self._solution = solution
+        self._model = weakref.ref(model)
+        self._began = 0
         self._written = solution.chain.changed_buffers
         self._states: dict[str, UnitState] = {}
         self._replaying = threading.local()
@@ -60,6 +65,7 @@ class LayerCourse:
         self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What `forward`, which is the model's own, returns; run as planned."""
+        self._began = next_number()
         streams, unheard = Streams((), shared=True), threading.Event()
         opened = partial(self._opened, unheard)
         passing = Pass(self._placement, self._state_of, opened, self._is_replaying, self._draws)
@@ -122,7 +128,8 @@ class LayerCourse:
         streams = Streams((), shared=unheard.is_set())
         try:
             self._replaying.depth = depth + 1
-            replay_tape(tape, tensors, partial(self._recompute_nested, unheard))
+            with explained(self._model(), self._solution, "the backward, running a part again,", self._began):
+                replay_tape(tape, tensors, partial(self._recompute_nested, unheard))
         finally:
             self._replaying.depth = depth
             if streams.moved():

@@ -30,6 +30,7 @@ from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute.circumstances import circumstances
 from lowtide.execute.courses import Course, OpsCourse, check_layers, course_of
 from lowtide.execute.identity import but_for_numbers, fingerprint
+from lowtide.execute.out_of_memory import explained
 from lowtide.solvers.solution import GraphSolution, Solution
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -165,6 +166,7 @@ class _Route:
         self._courses: dict[tuple[str, ...], Course] = {}
         self._told: set[str] = set()
         self._sharing: tuple[str, ...] | None = None  # inputs that run by the plan for other numbers
+        self._followed: Solution | GraphSolution | None = None  # by the forward that runs
         self._apart: set[tuple[str, ...]] = set()  # those whose ops are others than that plan's
 
     @torch.compiler.disable(reason="it runs by a plan: lowtide.remove(model)")  # type: ignore[untyped-decorator]
@@ -183,7 +185,8 @@ class _Route:
         with ONE_THREAD:
             course = self._course(model, args, kwargs)
             if course is not None:
-                return course.run(model, plain, args, kwargs)
+                with explained(model, self._followed, "the forward"):
+                    return course.run(model, plain, args, kwargs)
         return plain(*args, **kwargs)
 
     @property
@@ -228,7 +231,7 @@ class _Route:
         inputs = self._planned_as(circumstances(model, args, kwargs, with_hooks=not self._of_layers))
         if inputs in self._courses:
             self._courses[inputs] = self._courses.pop(inputs)  # the one that was used last is the last
-            return self._courses[inputs]
+            return self._taken(inputs)
         if inputs not in self.solutions:
             if self._replan is None or (self.solutions and self._on_new_inputs == "error"):
                 self._refuse_or_warn(inputs)
@@ -241,6 +244,10 @@ class _Route:
             solution, spares = self.solutions[inputs], self._spares.handed_on()
             self._courses[inputs] = course_of(model, solution, self.own, self._teller(), spares)
             self._let_go_of_oldest()
+        return self._taken(inputs)
+
+    def _taken(self, inputs: tuple[str, ...]) -> Course:
+        self._followed = self.solutions[inputs]
         return self._courses[inputs]
 
     def _let_go_of_oldest(self) -> None:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -29,6 +30,7 @@ from lowtide.aot.kernels import Kernels
 from lowtide.aot.known import known_of
 from lowtide.aot.mark import Mark
 from lowtide.aot.planned_graph import PlannedGraph
+from lowtide.compat.autograd import next_number
 from lowtide.compat.dynamo import take_a_list
 from lowtide.execute.corrected import Corrected
 from lowtide.inductor.section import generated_section
@@ -41,6 +43,12 @@ from lowtide.solvers import solve
 from lowtide.solvers.method import Effort
 from lowtide.solvers.ops.evict import Evict
 from lowtide.text.budget import LOWEST
+
+Explain: TypeAlias = Callable[[str, int], AbstractContextManager[None]]  # what runs, and since which node
+
+
+def _unexplained(doing: str, began: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Execution:
@@ -57,6 +65,7 @@ class Execution:
         spares: Spares | None = None,
         astray: Callable[[str], None] = lambda how: None,
         budget_bytes: int | None = None,
+        explain: Explain = _unexplained,
     ) -> None:
         self.graph = graph
         self._corrected = Corrected(graph, schedule, budget_bytes)
@@ -65,6 +74,8 @@ class Execution:
             schedule
         ]  # the last one is followed; forwards before it may still wait for their backward
         self.astray = astray
+        self._explain = explain
+        self._began = 0
         self._waiting: list[int] = []  # the sections that have not run in this forward
         self._latest = -1  # the last one that has
         self._has_begun = False
@@ -106,10 +117,14 @@ class Execution:
         better = self._corrected.next_plan()
         if better is not None:
             self.follow(better)
-        self._waiting, self._latest = list(range(len(self._kinds))), -1
+        self._waiting, self._latest, self._began = list(range(len(self._kinds))), -1, next_number()
         if self._has_begun:
             self._spares.hold(())  # whatever is compiled later is compiled because something has changed
         self._has_begun = True
+
+    def explained(self, doing: str) -> AbstractContextManager[None]:
+        """In this block running out of memory is an error that is explained."""
+        return self._explain(doing, self._began)
 
     def end(self, output: Any) -> None:
         """The forward is over, with this output. Where numbers decide its path, look at which one it took."""
@@ -188,6 +203,10 @@ class _ScheduledGraph(PlannedGraph):
             return self._alone.forward.forward(args), Mark(None, 0).write()
         mark = Mark(len(self._execution.schedules) - 1, section)
         return self.code(mark).forward.forward(args), mark.write()
+
+    def run_backward(self, mark: Mark, args: list[Any]) -> Any:
+        with self._execution.explained("the backward"):
+            return super().run_backward(mark, args)
 
     def code(self, mark: Mark) -> SectionCode:
         """The code for a section under a schedule, generated when it is first wanted."""

@@ -27,11 +27,11 @@ from lowtide.rehearsal.outcome import (
     Shortfall,
     in_steps,
 )
-from lowtide.rehearsal.owners import Owners, keys_of
 from lowtide.rehearsal.training_watch import TrainingWatch
 from lowtide.text.card import Card
 from lowtide.text.sizes import parse_bytes
 from lowtide.text.units import format_bytes
+from lowtide.trace.owners import Owners, keys_of
 from lowtide.trace.user_lines import line_of
 
 _ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]?i?B)")

@@ -11,11 +11,11 @@ import torch
 from lowtide.cost.cuda_rules import CONTEXT_BYTES, cuda_rules
 from lowtide.rehearsal.ledger import CardLedger
 from lowtide.rehearsal.outcome import Ended, Rehearsed, in_steps
-from lowtide.rehearsal.owners import Owners
 from lowtide.rehearsal.played import PlayedByCpu, cuda_answers
 from lowtide.rehearsal.training_watch import TrainingWatch
 from lowtide.rehearsal.watch import CardWatch
 from lowtide.text.card import Card
+from lowtide.trace.owners import Owners
 
 _BY_DEVICE = "the script names CUDA: what it moves or makes there is on the card, played by the CPU"
 _BY_USE = (

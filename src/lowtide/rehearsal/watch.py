@@ -27,8 +27,8 @@ from lowtide.ir.simulate import Category
 from lowtide.rehearsal.kernels import KernelMemory
 from lowtide.rehearsal.ledger import CardLedger
 from lowtide.rehearsal.outcome import Act, Doing, Instant
-from lowtide.rehearsal.owners import Owners, is_plain, keys_of
 from lowtide.rehearsal.training_watch import TrainingWatch
+from lowtide.trace.owners import Owners, is_plain, keys_of
 from lowtide.trace.user_lines import current_places, place_in_words
 
 _NO_MEMORY = ("prim", "profiler")

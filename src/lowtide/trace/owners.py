@@ -37,6 +37,16 @@ class Owners:
                 self._optimizers.add(thing)
         self._roots = weakref.WeakSet(module for module in modules if id(module) not in within)
 
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The modules that no other has."""
+        return list(self._roots)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers."""
+        return list(self._optimizers)
+
     def met(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer takes a step."""
         self._optimizers.add(optimizer)
@@ -47,19 +57,24 @@ class Owners:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield from _with_gradient(parameter, "a parameter")
-            yield from _states(optimizer, {})
+            yield from states_of(optimizer, {})
 
     def owned(self) -> Iterator[Owned]:
         """What all of them have, with names. What has been told of may come again."""
         names: dict[int, str] = {}
         for root in list(self._roots):
-            for name, parameter in root.named_parameters():
-                names[id(parameter)] = name
-                yield from _with_gradient(parameter, name)
-            for name, buffer in root.named_buffers():
-                yield buffer, Category.BUFFERS, name
+            names |= {id(parameter): name for name, parameter in root.named_parameters()}
+            yield from of_module(root)
         for optimizer in list(self._optimizers):
-            yield from _states(optimizer, names)
+            yield from states_of(optimizer, names)
+
+
+def of_module(module: nn.Module) -> Iterator[Owned]:
+    """Parameters, gradients and buffers of a module."""
+    for name, parameter in module.named_parameters():
+        yield from _with_gradient(parameter, name)
+    for name, buffer in module.named_buffers():
+        yield buffer, Category.BUFFERS, name
 
 
 def _with_gradient(parameter: torch.Tensor, name: str) -> Iterator[Owned]:
@@ -68,7 +83,8 @@ def _with_gradient(parameter: torch.Tensor, name: str) -> Iterator[Owned]:
         yield parameter.grad, Category.GRADIENTS, f"{name}.grad"
 
 
-def _states(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Iterator[Owned]:
+def states_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Iterator[Owned]:
+    """What an optimizer keeps, by the names of the parameters that it keeps it for."""
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter), "a parameter")
         for key, thing in state.items() if isinstance(state, dict) else ():

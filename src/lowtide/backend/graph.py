@@ -75,6 +75,7 @@ class StepGraph(PlannedGraph):
     def run_forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         mark = self._step.next_mark(self)
         if mark is not None:
+            mark = self._step.prepared(mark, args)
             results = self.code(mark).forward.forward(args)
             return results, self._step.follow(self, mark)
         assert self._alone is not None, "planned alone when it was compiled"

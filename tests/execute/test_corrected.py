@@ -9,9 +9,11 @@ import pytest
 from lowtide.errors import InfeasibleBudget
 from lowtide.execute import corrected
 from lowtide.execute.corrected import Corrected
+from lowtide.inductor.reading import Read
 from lowtide.ir.graph import Graph, Phase
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
+from lowtide.text.budget import LOWEST
 from tests.helpers.handmade import steps, three_layers
 
 FORWARD, BACK = (0, Phase.FORWARD), (0, Phase.BACKWARD)
@@ -61,11 +63,11 @@ def test_workspaces_are_told_by_the_names_of_ops_in_the_order_in_which_they_run(
     assert found.workspaces((1, Phase.FORWARD)) == {}
     asked: list[Any] = []
 
-    def growth_bytes(**given: Any) -> int:
+    def read(**given: Any) -> Read:
         asked.append(given)
-        return 600
+        return Read(600, (), ())
 
-    found.reading(0)(Phase.BACKWARD, growth_bytes)
+    found.reading(0)(Phase.BACKWARD, read)
     assert asked == [{"device": "cpu", "workspaces": {"mul": [0], "mm": [7]}}]
     assert found.peak_bytes == RESIDENT + 1704 + 600
 
@@ -131,13 +133,26 @@ def test_code_that_is_over_the_budget_in_the_lowest_plan_is_refused_with_a_budge
         assert 'leave kernels="eager"' in str(refusal.value)
 
 
-def test_it_is_planned_anew_four_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = three_layers()
-    monkeypatch.setattr(corrected, "solve", lambda *_: type("Found", (), {"schedule": straight(graph)}))
+def test_it_is_planned_anew_three_times_and_then_comes_the_lowest_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The budget that is named is what the lowest was found to hold: so it is one that would hold."""
+    graph, asked = three_layers(), []
+    lowest = steps(0, 1, "f2", 2, "f3", 3, 4, "f4", 0, 1, 5, "f2", "f3", "f6")
+
+    def solved(graph: Graph, method: Any, budget: Any) -> Any:
+        asked.append(budget)
+        return type("Found", (), {"schedule": lowest if budget == LOWEST else straight(graph)})
+
+    monkeypatch.setattr(corrected, "solve", solved)
     found = follow(graph, PEAK)
     for _ in range(4):
         found.note(FORWARD, PEAK)
         assert found.next_plan() is not None
-    found.note(FORWARD, PEAK)
-    with pytest.raises(InfeasibleBudget):
+    assert asked[-1] == LOWEST
+    assert LOWEST not in asked[:-1]
+    found.note(FORWARD, PEAK + 50)
+    with pytest.raises(InfeasibleBudget) as refusal:
         found.next_plan()
+    assert refusal.value.least_bytes == RESIDENT + PEAK + 50
+    assert len(asked) == 4

@@ -170,6 +170,48 @@ def test_what_takes_thirteen_ops_and_is_wanted_twice_is_written_once() -> None:
     assert members(kernels_of(branching(13))) == ((*shared, 12), (13,), (14,))
 
 
+def test_ops_for_a_few_numbers_do_not_count_but_where_the_compiler_writes_by_itself() -> None:
+    """Of thirteen ops before two readers twelve are for each element, and one for each row."""
+    drawing = Drawing()
+    x, row = drawing.value("x", 1000, Role.BATCH), drawing.value("row", 8, Role.BATCH)
+    root = drawing.value("root", 8)
+    drawing.op("aten.rsqrt.default", [row], [root])
+    value = x
+    for number in range(12):
+        made = drawing.value(f"v{number}", 1000)
+        drawing.op("aten.mul.Tensor", [value, root], [made])
+        value = made
+    ends = [drawing.value(name, 8) for name in "ab"]
+    for end in ends:
+        drawing.op("aten.sum.default", [value], [end])
+    graph, shared = drawing.graph(ends), tuple(range(13))
+    assert members(kernels_of(graph)) == ((*shared, 13), (*shared, 14))
+    assert members(fused(graph, by_name, as_told=False)) == ((shared), (13,), (14,))
+
+
+def adding_up(between: bool) -> Graph:
+    """Three products are added up, and the third is made after two of them are: or before."""
+    drawing = Drawing()
+    x = drawing.value("x", 100, Role.BATCH)
+    a, b, c, two, three, y = (drawing.value(name, 1000) for name in ("a", "b", "c", "two", "three", "y"))
+    made = [("aten.add.Tensor", [a, b], [two]), ("aten.mm.default", [x], [c])]
+    drawing.op("aten.mm.default", [x], [a])
+    drawing.op("aten.mm.default", [x], [b])
+    for target, reads, creates in made if between else reversed(made):
+        drawing.op(target, reads, creates)
+    drawing.op("aten.add.Tensor", [two, c], [three])
+    drawing.op("aten.mm.default", [three], [y])
+    return drawing.graph(outputs=[y])
+
+
+def test_what_is_added_up_does_not_wait_in_parts_for_what_a_library_makes() -> None:
+    """Gradients of a weight that is used three times: two are there at once, not three."""
+    assert members(kernels_of(adding_up(between=False))) == ((0,), (1,), (2,), (3, 4), (5,))
+    graph = kernels_of(adding_up(between=True))
+    assert members(graph) == ((0,), (1,), (2,), (3,), (4,), (5,))
+    assert simulate(graph, straight(graph)).peak_bytes == 100 + 3000
+
+
 def masked(mask_bytes: int) -> Graph:
     """A mask of a product, made in the forward and wanted in the backward alone."""
     drawing = Drawing()

@@ -12,6 +12,7 @@ from lowtide.errors import MalformedGraph
 from lowtide.fusion.fuse import Treatment, fused
 from lowtide.fusion.in_place import kept_too_long, overwriting
 from lowtide.ir.graph import Graph, Op, Phase
+from lowtide.ir.recomputable import BETWEEN_GRAPHS
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import allocator_of, simulate
 from lowtide.ir.validate import validate
@@ -44,7 +45,7 @@ def step(second: int = 1000, reader: bool = False) -> Graph:
     drawing.op("aten.mm.default", [h], [y])
     drawing.op("aten.mm.default", [y], [g], phase=BACK)
     drawing.op("aten.mul.Tensor", [g, h], [scaled], phase=BACK)
-    drawing.op("aten.mm.default", [scaled, g] if reader else [scaled], [grad], phase=BACK)
+    drawing.op("aten.mm.default", [scaled, g, h] if reader else [scaled], [grad], phase=BACK)
     return drawing.graph(outputs=[y, grad])
 
 
@@ -76,13 +77,23 @@ def test_library_kernels_and_those_of_the_forward_take_new_memory() -> None:
     assert fused(step(), kind_of, apart=frozenset({3})).ops[3].workspace_bytes == 0
 
 
-def test_what_the_forward_has_saved_is_not_written_over() -> None:
-    """h is as large as what is made of it, and op 3 is the last to read it."""
+def reading_h_alone() -> Graph:
+    """The same, where what is scaled is h, which the forward has saved."""
     plain = step()
     without = replace(plain.ops[3], args=plain.ops[3].args[1:], reads=(0,))
-    graph = fused(replace(plain, ops=(*plain.ops[:3], without, plain.ops[4])), kind_of)
-    assert graph.ops[3].reads == (0,)
-    assert graph.ops[3].workspace_bytes == 0
+    return replace(plain, ops=(*plain.ops[:3], without, plain.ops[4]))
+
+
+def test_what_the_forward_has_saved_for_the_backward_alone_is_written_over() -> None:
+    assert fused(reading_h_alone(), kind_of).ops[3].workspace_bytes == -1000
+
+
+def test_what_somebody_else_may_have_is_not_written_over() -> None:
+    plain = reading_h_alone()
+    outside = tuple(replace(op, section=BETWEEN_GRAPHS) if op.id == 1 else op for op in plain.ops)
+    assert fused(replace(plain, ops=outside), kind_of).ops[3].workspace_bytes == 0
+    shown = replace(plain, outputs=plain.outputs | {0})
+    assert fused(shown, kind_of).ops[3].workspace_bytes == 0
 
 
 def test_what_was_spared_counts_as_the_allocator_rounds_it() -> None:
@@ -95,7 +106,7 @@ def test_a_schedule_that_holds_on_to_both_is_found() -> None:
     graph = fused(step(), kind_of)
     assert kept_too_long(graph, straight(graph)) == frozenset()
     assert kept_too_long(graph, steps(0, 1, 2, 3, "f2", 4, "f0", "f3")) == frozenset()
-    assert kept_too_long(graph, steps(0, 1, 2, 3, "f0", 4, "f2", "f3")) == {3}  # h was saved
+    assert kept_too_long(graph, steps(0, 1, 2, 3, "f0", 4, "f2", "f3")) == frozenset()
     assert kept_too_long(graph, steps(0, 1, 2, 3, 4, "f0", "f2", "f3")) == {3}
     assert kept_too_long(graph, steps(0, 1, 2, 3, 4)) == {3}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -74,8 +75,8 @@ def steps(model: nn.Module, step: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @needs_compiler
-def test_a_step_that_is_cut_by_a_plan_trains_as_a_stock_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._functorch.config.enable_autograd_cache", False)  # planned here and now
+@functorch.patch(enable_autograd_cache=False)  # type: ignore[untyped-decorator]  # planned here and now
+def test_a_step_that_is_cut_by_a_plan_trains_as_a_stock_one() -> None:
     model = Layers()
     stock = copy.deepcopy(model)
     partitioner = lowtide.Partitioner("min")

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lowtide.compat.inductor import generated, missing_compiler
+from lowtide.compat.tensors import storage_key
 from lowtide.cost.measure import growth, record_cpu
-from lowtide.inductor.reading import UnreadableCode, growth_bytes
+from lowtide.inductor.reading import UnreadableCode, read
 
 NO_COMPILER = missing_compiler("cpu")
 
@@ -23,7 +24,7 @@ def code(body: str) -> str:
 
 
 def held(body: str, *args: Tensor, device: str = "cpu", **options: Any) -> int:
-    return growth_bytes(code(body), list(args), device, **options)
+    return read(code(body), list(args), device, **options).growth_bytes
 
 
 def floats(*shape: int) -> Tensor:
@@ -162,6 +163,24 @@ return (buf0, buf1, )
     assert held(body, floats(10), device="cuda:0") == 512 + 512
 
 
+def test_what_is_returned_of_what_was_given_is_told_by_its_memory() -> None:
+    body = """
+a, b = args
+args.clear()
+buf0 = empty_strided_cpu((15, ), (1, ), torch.float32)
+return (reinterpret_tensor(a, (5, 2), (1, 5), 0), buf0, None, )
+"""
+    found = read(code(body), [floats(10), floats(10)], "cpu")
+    look, made, nothing = found.made
+    assert nothing is None
+    assert (look.shape, look.stride(), made.shape) == ((5, 2), (1, 5), (15,))
+    keys = [storage_key(each) for each in found.given]
+    assert storage_key(look) == keys[0] != keys[1]
+    assert storage_key(made) not in keys
+    owned = read(code(body), [floats(10), floats(10)], "cpu", owned=(0,))
+    assert len(owned.given) == 1
+
+
 # As it is generated -----------------------------------------------------------------------------------
 
 
@@ -180,9 +199,19 @@ def test_generated_code_holds_what_was_read_off_it_to_the_byte() -> None:
         for found, expected in zip(run(list(args)), layers(*args), strict=True):
             torch.testing.assert_close(found, expected)
         blocks, _ = record_cpu(lambda: run(list(args)))
-    read = growth_bytes(run.source_code, args, "cpu")
-    assert read == max(growth(blocks))
-    assert read >= 64 * 48 * 4 + 64 * 80 * 4
+    found = read(run.source_code, args, "cpu").growth_bytes
+    assert found == max(growth(blocks))
+    assert found >= 64 * 48 * 4 + 64 * 80 * 4
+
+
+@pytest.mark.skipif(NO_COMPILER is not None, reason=f"{NO_COMPILER} is not here")
+def test_what_generated_code_makes_is_known_before_it_runs() -> None:
+    args = [torch.randn(64, 32), torch.randn(32, 48), torch.randn(48, 80)]
+    with torch.no_grad():
+        run = generated(make_fx(layers)(*args), args, is_backward=False, handed_out=3)
+        told = read(run.source_code, args, "cpu").made
+        for fake, real in zip(told, run(list(args)), strict=True):
+            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 # Refusals ---------------------------------------------------------------------------------------------
@@ -194,7 +223,7 @@ def test_generated_code_holds_what_was_read_off_it_to_the_byte() -> None:
 )
 def test_code_without_a_function_that_runs_kernels_is_refused(text: str) -> None:
     with pytest.raises(UnreadableCode, match="has no function of its own that runs the kernels"):
-        growth_bytes(text, [], "cpu")
+        read(text, [], "cpu")
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,9 @@ class SectionCode:
     forward: HalfCode
     backward: HalfCode | None
 
+    def prepare(self, args: Sequence[Any]) -> None:
+        """Do what has to be done before it first runs with arguments like these."""
+
 
 class HalfCode(Protocol):
     """Half of a section, as it runs."""

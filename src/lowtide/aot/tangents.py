@@ -15,10 +15,10 @@ from lowtide.ir.graph import Graph, Op, Phase, argument_tensors
 from lowtide.ir.recomputable import BETWEEN_GRAPHS, between_graphs
 
 RETURN = "lowtide.backward.return"
-_HANDED_OVER = hasattr(torch.autograd.Function, "boxed_grads_call")
+HANDED_OVER = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
-def with_held_tangents(graph: Graph, handed_over: bool = _HANDED_OVER) -> Graph:
+def with_held_tangents(graph: Graph, handed_over: bool = HANDED_OVER) -> Graph:
     """`graph` with an op at the end of each captured backward that needs every gradient it was given."""
     held = {} if handed_over else _tangents(graph)
     last = {op.section: op.id for op in graph.ops if op.phase is Phase.BACKWARD and op.section in held}

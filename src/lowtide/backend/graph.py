@@ -75,6 +75,8 @@ class StepGraph(PlannedGraph):
 
     def run_forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         mark = self._step.next_mark(self)
+        if mark is not None:
+            mark = self._step.prepared(mark, args)
         with explained(None, self._solution(mark), "the forward"):
             if mark is not None:
                 results = self.code(mark).forward.forward(args)

@@ -138,6 +138,17 @@ class CompiledStep:
         assert mark.plan is not None, "a graph has its own plan where it follows no other"
         return self._plans[mark.plan].solution
 
+    def prepared(self, mark: Mark, args: Sequence[Any]) -> Mark:
+        """The mark of this section in the first plan whose code is within the budget, as far as is known."""
+        while True:
+            self.code(mark).prepare(args)
+            path = next(path for path in self.paths if path.plan and path.plan.number == mark.plan)
+            self._correct(path)
+            assert path.plan is not None, "it has one"
+            if path.plan.number == mark.plan:
+                return mark
+            mark = Mark(path.plan.number, mark.section)
+
     def follow(self, graph: StepGraph, mark: Mark) -> torch.Tensor:
         """`graph` runs by a plan now. Returns its mark, written."""
         return self._enter(graph, mark, None)
@@ -256,7 +267,8 @@ class CompiledStep:
         code = emit(halves, solution.graph, solution.schedule, section)
         if solution.graph.fused is None:
             return code
-        return generated_section(code, halves.user_results, corrected.reading(section))
+        tangents = [node.meta.get("val") for node in halves.tangents]
+        return generated_section(code, halves.user_results, tangents, corrected.reading(section))
 
     def _correct(self, path: Path) -> None:
         """Where generated code was found to need more than its plan says, follow another plan from now on."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast
@@ -25,6 +25,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._triton import has_triton
 
 from lowtide.compat.fake import FakeTensor, FakeTensorMode
+from lowtide.compat.inductor_order import keep_order
+from lowtide.compat.patches import patched
 from lowtide.compat.private import Private
 from lowtide.compat.views import VIEWS
 from lowtide.errors import CannotApply
@@ -60,9 +62,23 @@ PRIVATE = (
         "says what Inductor makes of an op of ours",
     ),
     Private("torch._inductor.config", "how code is generated"),
+    Private(
+        "torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last",
+        "says what is copied to have its channels last",
+    ),
     Private("torch.utils._triton.has_triton", "whether there is Triton"),
     Private("torch.fx.experimental.proxy_tensor.make_fx", "takes ops apart"),
 )
+
+
+# Inductor draws as eager PyTorch does, keeps the order, and writes what it is told to, and little else.
+_AS_TOLD: Mapping[str, Any] = {
+    "fallback_random": True,
+    "reorder_for_peak_memory": False,
+    "realize_opcount_threshold": 256,
+    "realize_acc_reads_threshold": 16,
+    "realize_reads_threshold": 16,
+}
 
 
 class Generated(Protocol):
@@ -178,12 +194,12 @@ def generated(
 
     _lower_ours()
     mode = fake_mode()
-    fakes = [
-        mode.from_tensor(arg, static_shapes=True) if isinstance(arg, torch.Tensor) else arg for arg in args
-    ]
+    with mode:
+        fakes = [without_numbers(arg) for arg in args]
     with ExitStack() as around:
         around.enter_context(torch.no_grad())
-        around.enter_context(config.patch(fallback_random=True, reorder_for_peak_memory=False))
+        around.enter_context(config.patch(**_AS_TOLD))
+        around.enter_context(_inputs_as_they_lie())
         with mode:
             apart = _taken_apart(graph, fakes)
         told = _Told(tuple(given_up), config.post_grad_custom_post_pass)
@@ -207,6 +223,35 @@ def generated(
                 f'PyTorch {torch.__version__}, or of the step: leave kernels="eager" for it.'
             ) from error
     return cast(Generated, found)
+
+
+def without_numbers(arg: Any) -> Any:
+    """A tensor that lies as `arg` does, of the mode of fakes that is on; anything else is itself."""
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
+
+
+@contextmanager
+def _inputs_as_they_lie() -> Iterator[None]:
+    """What a graph is given is copied to have its channels last where that is wanted, not at the beginning.
+
+    Inductor makes such copies of all weights at once, which are then there until each is used.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    find = GraphLowering.find_nodes_prefer_channels_last
+
+    def but_for_inputs(self: Any) -> Any:
+        found: Any = find(self)
+        found.difference_update([node for node in found if node.op == "placeholder"])
+        return found
+
+    why = "copies all weights at the beginning"
+    with patched(
+        GraphLowering, "find_nodes_prefer_channels_last", but_for_inputs, why=why, since="torch 2.0"
+    ):
+        yield
 
 
 @dataclass
@@ -303,10 +348,12 @@ def retraced(graph: fx.GraphModule, fakes: Sequence[Any]) -> fx.GraphModule:
 
 @cache
 def _lower_ours() -> None:
-    """Tell Inductor what to make of the ops that are ours."""
+    """Tell Inductor what to make of the ops that are ours. Where one of them is, a plan has set the order."""
     from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
 
     def write(x: Any) -> Any:
+        keep_order(V.graph)
         x.realize()
         return x
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lowtide._version import __version__
+from lowtide.aot.kernels import Kernels
 from lowtide.chain.cuts import Granularity
 from lowtide.cost.profile import Progress
 from lowtide.distributed.agreement import TIMEOUT_SECONDS, agreed
@@ -73,6 +74,7 @@ def plan(
     profile: bool = True,
     progress: Progress | None = None,
     tiles: bool = False,
+    kernels: str = Kernels.EAGER,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Solution | GraphSolution:
     """Plan what every rank recomputes; the same plan on all of them.
@@ -96,6 +98,7 @@ def plan(
         profile=profile,
         progress=progress,
         tiles=tiles,
+        kernels=kernels,
     )
     planner = _Planner(
         engine,
@@ -107,6 +110,7 @@ def plan(
         granularity,
         modules,
         tiles,
+        kernels,
         timeout_seconds,
     )
     return planner(model, *arguments(example))
@@ -129,6 +133,7 @@ def optimize(
     profile: bool = True,
     progress: Progress | None = None,
     tiles: bool = False,
+    kernels: str = Kernels.EAGER,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Model:
     """Plan and apply at once: `model` itself, to be wrapped by the engine next.
@@ -157,6 +162,7 @@ def optimize(
         profile=profile,
         progress=progress,
         tiles=tiles,
+        kernels=kernels,
     )
     planner = _Planner(
         engine,
@@ -168,6 +174,7 @@ def optimize(
         granularity,
         modules,
         tiles,
+        kernels,
         timeout_seconds,
     )
     if example is None and isinstance(engine, Sharded):
@@ -200,6 +207,7 @@ class _Planner:
     granularity: str | Granularity
     modules: Collection[str] | None
     tiles: bool
+    kernels: str
     timeout_seconds: float
     plans_ops: bool = field(init=False)
 
@@ -209,6 +217,7 @@ class _Planner:
                 f"the engine is {self.engine!r}; it is Replicated() for DistributedDataParallel, or "
                 "Sharded(shard) for FSDP2."
             )
+        Kernels.named(self.kernels)
         check_optimizer(self.optimizer)
         sharded = isinstance(self.engine, Sharded)
         self.method = self.method or (_METHOD_FOR_SHARDS if sharded else default_method(self.budget))
@@ -224,7 +233,7 @@ class _Planner:
                 f"{', '.join(OPTIMIZERS)}."
             )
         if not self.plans_ops:
-            refuse_op_level_requests(self.budget, self.accumulate, self.tiles)
+            refuse_op_level_requests(self.budget, self.accumulate, self.tiles, self.kernels)
         elif sharded:
             raise BadRequest(
                 f"{self.method} plans op by op, and FSDP2 gathers weights module by module, so it needs a "
@@ -250,6 +259,7 @@ class _Planner:
             "a budget of": str(self.budget),
             "the method": str(self.method),
             "tiles": str(self.tiles),
+            "kernels": str(self.kernels),
             "the optimizer": str(optimizer_name(self.optimizer)),
             "the engine": str(self.engine) if isinstance(self.engine, Replicated) else Sharded.__name__,
             "torch": torch.__version__,

@@ -1,8 +1,9 @@
 """Plans for generated kernels, set right by the code that was generated for them.
 
-A plan is made with a guess of what Inductor will fuse. Once it has generated code for the halves of a step,
-what each half holds is read off its code; where the step then exceeds its budget, it is planned anew, with as
-much less to hold as it was found to exceed it by.
+A plan is made with a guess of what Inductor will fuse. Once it has generated code for the halves of a graph,
+what each half holds is read off its code; where the step then exceeds its budget, it is planned anew, with
+as much less to hold as it was found to exceed it by. The lowest plan comes last, so that what its code holds
+is a budget that holds.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from lowtide.cost.generated import copied_bytes
 from lowtide.errors import InfeasibleBudget
-from lowtide.ir.graph import Graph, Phase, short_name
+from lowtide.inductor.reading import Read
+from lowtide.ir.graph import Graph, Op, Phase, short_name
 from lowtide.ir.schedule import Schedule
 from lowtide.ir.simulate import simulate
 from lowtide.ir.walk import walk
@@ -19,7 +22,7 @@ from lowtide.solvers import solve
 from lowtide.solvers.ops.auto import Auto
 from lowtide.text.budget import LOWEST
 
-_TRIES = 4
+_TRIES = 3  # before the lowest
 _UNREAD = (
     "Inductor fuses other ops than the plan was made for, and what it generates needs more. Raise the budget "
     'to at least that, or leave kernels="eager".'
@@ -38,19 +41,20 @@ class Corrected:
         self._is_new = False  # what was found, since it was last looked at
         self._plans = 0
         self._is_lowest = False  # the plan that is followed: there is none below
-        self._least: int | None = None  # the lowest peak that was found
 
     def note(self, half: Half, growth_bytes: int) -> None:
         """The code for a half holds at most so much above what is there when it begins."""
         self._found[half] = max(growth_bytes, self._found.get(half, 0))
         self._is_new = True
 
-    def reading(self, section: int) -> Callable[[Phase, Callable[..., int]], None]:
-        """What is to be told that a half of a section was compiled, and how to read off what it holds."""
+    def reading(self, section: int) -> Callable[[Phase, Callable[..., Read]], Read]:
+        """What is to be told that a half of a section was compiled, and how to read its code."""
 
-        def found(phase: Phase, growth_bytes: Callable[..., int]) -> None:
+        def found(phase: Phase, read: Callable[..., Read]) -> Read:
             half = section, phase
-            self.note(half, growth_bytes(device=self._graph.device, workspaces=self.workspaces(half)))
+            code = read(device=self._graph.device, workspaces=self.workspaces(half))
+            self.note(half, code.growth_bytes)
+            return code
 
         return found
 
@@ -61,8 +65,12 @@ class Corrected:
         span = _spans(self._graph, self._schedule).get(half, range(0))
         for event in steps[span.start : span.stop]:
             if event.op is not None and event.op.section == half[0] and event.op.workspace_bytes >= 0:
-                found.setdefault(short_name(event.op.target), []).append(event.op.workspace_bytes)
+                found.setdefault(short_name(event.op.target), []).append(self._unwritten_bytes(event.op))
         return found
+
+    def _unwritten_bytes(self, op: Op) -> int:
+        """What a library kernel takes by itself, without copies of what it is given: code shows those."""
+        return max(0, op.workspace_bytes - copied_bytes(self._graph, op))
 
     @property
     def peak_bytes(self) -> int:
@@ -86,9 +94,7 @@ class Corrected:
         """
         if self._budget_bytes is None or not self._is_new:
             return None
-        peak_bytes = self.peak_bytes
-        self._least = peak_bytes if self._least is None else min(self._least, peak_bytes)
-        excess = peak_bytes - self._budget_bytes
+        excess = self.peak_bytes - self._budget_bytes
         if excess > 0:
             self._schedule = self._lower_by(excess)
             self._plans += 1
@@ -97,11 +103,11 @@ class Corrected:
         return self._schedule if excess > 0 else None
 
     def _lower_by(self, excess: int) -> Schedule:
-        """A schedule that holds so much less than the one followed; where there is none, the lowest."""
-        if self._plans == _TRIES or self._is_lowest:
+        """A schedule that holds so much less than the one followed; in the end the lowest there is."""
+        if self._is_lowest:
             raise self._refusal()
         aim = simulate(self._graph, self._schedule).peak_bytes - excess
-        if aim > 0:
+        if aim > 0 and self._plans < _TRIES:
             with suppress(InfeasibleBudget):
                 return solve(self._graph, Auto(), aim).schedule
         self._is_lowest = True
@@ -112,7 +118,7 @@ class Corrected:
 
     def _refusal(self) -> InfeasibleBudget:
         return InfeasibleBudget(
-            Auto.name, self._budget_bytes or 0, self._least or 0, "code that Inductor has generated", _UNREAD
+            Auto.name, self._budget_bytes or 0, self.peak_bytes, "code that Inductor has generated", _UNREAD
         )
 
 

@@ -25,7 +25,7 @@ from lowtide.aot.between import beyond, nodes_between
 from lowtide.aot.codegen import SectionCode, WrittenCode, emit, kind_of, kind_of_section
 from lowtide.aot.draw import drawn
 from lowtide.aot.graph_backend import Spares
-from lowtide.aot.halves import identity
+from lowtide.aot.halves import Halves, identity
 from lowtide.aot.kernels import Kernels
 from lowtide.aot.known import known_of
 from lowtide.aot.mark import Mark
@@ -93,11 +93,12 @@ class Execution:
         sections = 1 + max((op.section for op in self.graph.ops), default=-1)
         return [kind_of_section(self.graph, section) for section in range(sections)]
 
-    def with_kernels(self, code: WrittenCode, user_results: int, section: int) -> SectionCode:
+    def with_kernels(self, code: WrittenCode, halves: Halves, section: int) -> SectionCode:
         """The code for a section, run by the kernels that the plan is for."""
         if self.kernels is Kernels.EAGER:
             return code
-        return generated_section(code, user_results, self._corrected.reading(section))
+        tangents = [node.meta.get("val") for node in halves.tangents]
+        return generated_section(code, halves.user_results, tangents, self._corrected.reading(section))
 
     @property
     def sections(self) -> int:
@@ -114,9 +115,7 @@ class Execution:
         Raises:
             InfeasibleBudget: no code that was generated for any plan was within the budget.
         """
-        better = self._corrected.next_plan()
-        if better is not None:
-            self.follow(better)
+        self.follow_better()
         self._waiting, self._latest, self._began = list(range(len(self._kinds))), -1, next_number()
         if self._has_begun:
             self._spares.hold(())  # whatever is compiled later is compiled because something has changed
@@ -125,6 +124,17 @@ class Execution:
     def explained(self, doing: str) -> AbstractContextManager[None]:
         """In this block running out of memory is an error that is explained."""
         return self._explain(doing, self._began)
+
+    def follow_better(self) -> bool:
+        """Follow a better plan, if what became known of the code for this one calls for that.
+
+        Raises:
+            InfeasibleBudget: no code that was generated for any plan was within the budget.
+        """
+        better = self._corrected.next_plan()
+        if better is not None:
+            self.follow(better)
+        return better is not None
 
     def end(self, output: Any) -> None:
         """The forward is over, with this output. Where numbers decide its path, look at which one it took."""
@@ -201,12 +211,20 @@ class _ScheduledGraph(PlannedGraph):
             if any(self.halves.ops):
                 self._execution.astray("a part of it runs that is not in the plan")
             return self._alone.forward.forward(args), Mark(None, 0).write()
-        mark = Mark(len(self._execution.schedules) - 1, section)
+        mark = self._prepared(section, args)
         return self.code(mark).forward.forward(args), mark.write()
 
     def run_backward(self, mark: Mark, args: list[Any]) -> Any:
         with self._execution.explained("the backward"):
             return super().run_backward(mark, args)
+
+    def _prepared(self, section: int, args: Sequence[Any]) -> Mark:
+        """The mark of a run whose code is there, and within the budget as far as that is known."""
+        while True:
+            mark = Mark(len(self._execution.schedules) - 1, section)
+            self.code(mark).prepare(args)
+            if not self._execution.follow_better():
+                return mark
 
     def code(self, mark: Mark) -> SectionCode:
         """The code for a section under a schedule, generated when it is first wanted."""
@@ -216,7 +234,7 @@ class _ScheduledGraph(PlannedGraph):
             execution = self._execution
             schedule = execution.schedules[mark.plan]
             code = emit(self.halves, execution.graph, schedule, mark.section)
-            self._planned[mark] = execution.with_kernels(code, self.halves.user_results, mark.section)
+            self._planned[mark] = execution.with_kernels(code, self.halves, mark.section)
         return self._planned[mark]
 
 

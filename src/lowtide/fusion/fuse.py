@@ -5,7 +5,8 @@ last result is written, and whoever wants a result in between computes it again 
 with. So there are values of two kinds:
 
     written    by a kernel of its own: what products, convolutions and reductions make, what they take, what
-               outlives the step, and sums of several tensors that are wanted more than once
+               outlives the step, and sums of several tensors that are wanted more than once, or that wait
+               while a library's kernels run
     unwritten  every other result of a pointwise op; each kernel that wants it computes it
 
 A kernel is here a written value with all that is computed to write it. What kernels a compiler then runs as
@@ -14,6 +15,7 @@ one (two that read the same, say) saves time, and no memory; it is left to the c
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -27,7 +29,7 @@ from lowtide.tiles.blocks import contracted
 TARGET = "lowtide.kernel.default"
 _PRODUCTS = ("aten.mm.default", "aten.bmm.default")  # made late, with what they are added to, if not told
 _MOST_READ = 4  # large tensors that one kernel reads to compute what is not written
-_MOST_SHARED = 12  # ops that several kernels compute, each for itself; Inductor writes what takes more
+_MOST_SHARED = 12  # ops, for about as many elements each, that several kernels compute, each for itself
 _MOST_MEMBERS = 48  # ops in one kernel; generated code gets slow to compile beyond
 
 
@@ -40,18 +42,23 @@ class Treatment(Enum):
 
 
 def fused(
-    graph: Graph, kind_of: Callable[[Graph, Op], Treatment], apart: frozenset[int] = frozenset()
+    graph: Graph,
+    kind_of: Callable[[Graph, Op], Treatment],
+    apart: frozenset[int] = frozenset(),
+    *,
+    as_told: bool = True,
 ) -> Graph:
     """`graph` with one op for each kernel; `Graph.fused` tells what each stands for.
 
     Blocks of slices are single ops. Costs are parts of those of the ops: a kernel takes as long as its
     members, less what these no longer read and write. Kernels write over what they read last, but for those
-    that are named to take new memory, `apart`.
+    that are named to take new memory, `apart`. A compiler that does more than it is told, not just `as_told`,
+    writes what is wanted more than once and takes many ops, or reads many tensors, however small.
     """
     blocks = contracted(graph)
     base = blocks.graph
     kinds = [kind_of(base, op) for op in base.ops]
-    chains = _chains(base, kinds)
+    chains = _chains(base, kinds, as_told)
     values = list(base.values)
     ops: list[Op] = []
     members: list[tuple[int, ...]] = []
@@ -124,7 +131,7 @@ class _Chains:
         )
 
 
-def _chains(graph: Graph, kinds: list[Treatment]) -> _Chains:
+def _chains(graph: Graph, kinds: list[Treatment], as_told: bool) -> _Chains:
     unwritten: set[int] = set()
     sources: dict[int, tuple[int, ...]] = {}
     inside: dict[int, tuple[int, ...]] = {}
@@ -133,7 +140,7 @@ def _chains(graph: Graph, kinds: list[Treatment]) -> _Chains:
     for op in graph.ops:
         for value in {*op.mutates, *op.updates}:
             changed.setdefault(value, op.id)
-    resident = frozenset(graph.resident)
+    libraries = [op.id for op in graph.ops if kinds[op.id] is Treatment.WHOLE]
     for op in graph.ops:
         if kinds[op.id] is not Treatment.POINTWISE or not _may_stay_unwritten(graph, op, kinds):
             continue
@@ -141,7 +148,12 @@ def _chains(graph: Graph, kinds: list[Treatment]) -> _Chains:
         (value,) = op.creates
         last_reader = graph.readers[value][-1]
         as_it_was = all(last_reader <= changed.get(source, last_reader) for source in read)
-        if as_it_was and _pays(graph, value, read, len(chain), resident):
+        waits = bisect_left(libraries, last_reader) > bisect_right(libraries, op.id)
+        adds_up = waits and len(_ended_by(graph, op, read)) > 1
+        computed = _at_length(graph, chain, value) if as_told else chain
+        by_itself = not as_told and len(read) > _MOST_READ and len(graph.readers[value]) > 1
+        kept = adds_up or by_itself or not as_it_was
+        if not kept and _pays(graph, value, read, len(computed), len(chain)):
             unwritten.add(op.id)
             sources[value] = read
             inside[value] = tuple(member.id for member in chain)
@@ -166,14 +178,33 @@ def _may_stay_unwritten(graph: Graph, op: Op, kinds: list[Treatment]) -> bool:
     )
 
 
-def _pays(graph: Graph, value: int, read: tuple[int, ...], members: int, resident: frozenset[int]) -> bool:
-    """Whether computing the value wherever it is wanted is better than writing it once."""
+def _ended_by(graph: Graph, op: Op, read: tuple[int, ...]) -> list[int]:
+    """What need not be there any longer, of values as large as the op's result, once that is written."""
+    (value,) = op.creates
+    return [
+        source
+        for source in read
+        if source in graph.creator
+        and graph.readers[source][-1] <= op.id
+        and graph.counted_bytes(source) >= graph.counted_bytes(value)
+    ]
+
+
+def _at_length(graph: Graph, chain: list[Op], value: int) -> list[Op]:
+    """The ops of a chain that run for about every element of what it makes; others run once for many."""
+    least = graph.counted_bytes(value) // 4
+    return [op for op in chain if any(graph.counted_bytes(made) > least for made in op.creates)]
+
+
+def _pays(graph: Graph, value: int, read: tuple[int, ...], computed: int, members: int) -> bool:
+    """Whether computing the value wherever it is wanted, in so many ops, is better than writing it once."""
     bytes_ = graph.counted_bytes(value)
-    large = [source for source in read if 4 * graph.counted_bytes(source) > bytes_ and source not in resident]
+    large = [source for source in read if 4 * graph.counted_bytes(source) > bytes_]
+    large = [source for source in large if source in graph.creator]
     readers = [graph.ops[reader] for reader in graph.readers.get(value, ())]
     if len(large) > _MOST_READ or len(read) > 3 * _MOST_READ or members > _MOST_MEMBERS:
         return False
-    if len(readers) > 1 and (len(large) > 1 or members > _MOST_SHARED):
+    if len(readers) > 1 and (len(large) > 1 or computed > _MOST_SHARED):
         return False
     # A small summary of something large, a mask say, that waits for the backward.
     waits = graph.ops[graph.creator[value]].phase is Phase.FORWARD and any(

@@ -4,9 +4,9 @@ Generated code has no need of new memory for a result that is as large as someth
 So while such a kernel runs, one of the two does not count. An op says so by a workspace below zero: it takes
 less than it reads and makes.
 
-Which values a kernel reads last depends on the schedule. For what the backward makes it hardly does, and only
-that is counted on; `kept_too_long` tells whether a schedule holds one of them all the same. What is saved for
-the backward is written over by some releases of Inductor, and by some of its kernels: that is not counted on.
+Which values a kernel reads last depends on the schedule. For what the backward reads it hardly does, and only
+that is counted on, be it made there or saved by the forward for nobody else; `kept_too_long` tells whether a
+schedule holds one of them all the same.
 """
 
 from __future__ import annotations
@@ -61,11 +61,17 @@ def _is_as_large(graph: Graph, op: Op, value: int) -> bool:
     return (
         graph.values[value].role is Role.INTERMEDIATE
         and value in graph.creator
-        and graph.ops[graph.creator[value]].phase is Phase.BACKWARD  # what is saved may be needed
         and value not in graph.outputs
+        and _is_its_own(graph, op, value)
         and graph.counted_bytes(value) == graph.counted_bytes(largest) > 0
         and any(each.value == value and each.dtype == made.dtype for each in taken)
     )
+
+
+def _is_its_own(graph: Graph, op: Op, value: int) -> bool:
+    """Whether nobody but the captured graph of a backward has what it made, or what its forward has saved."""
+    others = (graph.ops[graph.creator[value]], *(graph.ops[reader] for reader in graph.readers[value]))
+    return all(other.section == op.section for other in others)
 
 
 def _read_last(graph: Graph, value: int, op: Op) -> bool:

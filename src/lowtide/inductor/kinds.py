@@ -38,13 +38,19 @@ _POINTWISE = frozenset(
         "zeros_like",
     }
 )
-_REDUCTIONS = frozenset(
+# Captured as a whole where stretches may run in slices: numbers for each row, which are small, and what is
+# computed of them element by element.
+_ROW_BY_ROW = frozenset(
     {
         "_log_softmax",
         "_log_softmax_backward_data",
         "_softmax",
         "_softmax_backward_data",
         "nll_loss_backward",
+    }
+)
+_REDUCTIONS = frozenset(
+    {
         "nll_loss_forward",
         "amax",
         "amin",
@@ -81,4 +87,5 @@ def kind_of(graph: Graph, op: Op) -> Treatment:
         is_constant = into is not None and short_name(graph.ops[into].target) in _CONSTANTS
         return Treatment.POINTWISE if is_constant else Treatment.WHOLE
     tags = getattr(resolve(op.target), "tags", ())
-    return Treatment.POINTWISE if name in _POINTWISE or torch.Tag.pointwise in tags else Treatment.WHOLE
+    is_pointwise = name in _POINTWISE or name in _ROW_BY_ROW or torch.Tag.pointwise in tags
+    return Treatment.POINTWISE if is_pointwise else Treatment.WHOLE

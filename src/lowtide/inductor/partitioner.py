@@ -108,7 +108,8 @@ class Partitioner(CustomPartitionerFn):
         return replace(graph, values=(*graph.values, value)) if others else graph
 
     def _solved(self, graph: Graph) -> GraphSolution:
-        kernels = fused(graph, kind_of, apart=frozenset(range(len(graph.ops))))
+        everything = frozenset(range(len(graph.ops)))
+        kernels = fused(graph, kind_of, apart=everything, as_told=False)
         if self._budget_bytes is None:
             return solve(kernels, "auto", LOWEST)
         try:

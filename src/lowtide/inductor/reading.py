@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from lowtide.compat.inductor import fake_mode
+from lowtide.compat.inductor import fake_mode, without_numbers
 from lowtide.compat.tensors import storage_key, tensors_in
+from lowtide.cost.generated import CONVOLUTIONS
 from lowtide.errors import LowtideError
 from lowtide.ir.graph import short_name
 from lowtide.ir.simulate import Allocator, allocator_of
@@ -33,15 +34,28 @@ class UnreadableCode(LowtideError):
     """Generated code that does something which is not known here."""
 
 
-def growth_bytes(
+@dataclass(frozen=True)
+class Read:
+    """What was read off a function.
+
+    `growth_bytes` is the most that it holds above what is there when it begins, its arguments included. What
+    it `made` has no numbers, nor has what it was `given`, but for what it had for itself.
+    """
+
+    growth_bytes: int
+    given: tuple[Any, ...]
+    made: tuple[Any, ...]
+
+
+def read(
     code: str,
     args: Sequence[Any],
     device: str,
     *,
     owned: Collection[int] = (),
     workspaces: Mapping[str, Sequence[int]] | None = None,
-) -> int:
-    """The most that the function in `code` holds above what is there when it begins, its arguments included.
+) -> Read:
+    """What the function in `code` holds and makes when it is given `args`.
 
     Nobody else has those of its arguments that it has `owned`, by place: dropped, they are gone. `workspaces`
     are those of library kernels, by the name of the op, in the order in which they run.
@@ -51,8 +65,8 @@ def growth_bytes(
     """
     function = _function(code)
     with fake_mode():
-        fakes = [_like(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        others = [fake for place, fake in enumerate(fakes) if place not in owned]
+        fakes = [without_numbers(arg) for arg in args]
+        others = tuple(fake for place, fake in enumerate(fakes) if place not in owned)
         held = _Storages(allocator_of(device), torch.device(device).type)
         held.add(fakes)
         held.begin()
@@ -63,12 +77,7 @@ def growth_bytes(
             raise UnreadableCode(
                 f"the code that was generated cannot be followed: {error}. {_WAY_OUT}"
             ) from error
-        del results, others
-    return held.most_bytes
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return Read(held.most_bytes, others, tuple(results))
 
 
 def _function(code: str) -> ast.FunctionDef:
@@ -143,12 +152,13 @@ class _Library:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         made = self.inner(*args, **kwargs)
         self.held.add(made)
-        self.take_workspace(short_name(str(self.inner)))
+        name = short_name(str(self.inner))
+        self.take_workspace(name, _turned_bytes(args) if name in CONVOLUTIONS else 0)
         return made
 
-    def take_workspace(self, name: str) -> None:
-        """A kernel of this name has run."""
-        self.held.take_for_a_while(next(self.workspaces.get(name, iter(())), 0))
+    def take_workspace(self, name: str, more: int = 0) -> None:
+        """A kernel of this name has run, which has taken so much more."""
+        self.held.take_for_a_while(next(self.workspaces.get(name, iter(())), 0) + more)
 
 
 @dataclass(frozen=True)
@@ -180,6 +190,18 @@ class _Torch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+def _turned_bytes(args: Sequence[Any]) -> int:
+    """What a convolution copies that does not have its channels last, where something else has."""
+    images = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4]
+    others = [image for image in images if not _has_channels_last(image)]
+    is_last = any(not image.is_contiguous() for image in images if _has_channels_last(image))
+    return sum(image.nbytes for image in others) if is_last else 0
+
+
+def _has_channels_last(image: torch.Tensor) -> bool:
+    return image.is_contiguous(memory_format=torch.channels_last)
 
 
 class _Storages:

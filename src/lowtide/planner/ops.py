@@ -210,11 +210,19 @@ class StepBudget:
         if found is None:
             raise min(refusals, key=lambda refusal: refusal.least_bytes)
         cut = of_ops(found.graph)
-        best = self._solved(cut, method, wanted)
+        best = self._in_one_piece(method, wanted) if cut.tiled is None else self._solved(cut, method, wanted)
         if cut.tiled is not None or (wanted is not None and not best.recomputed):
             return best
         what = "peak lower" if wanted is None else "take less time within the budget"
         return replace(best, remark=f"{_NOTHING_IN_SLICES} {what}")
+
+    def _in_one_piece(self, method: str | Scheduler, wanted: int | None) -> GraphSolution:
+        """The best where nothing runs in slices: generated kernels are then captured as without tiles."""
+        if Kernels.named(self.spec.kernels) is Kernels.EAGER:
+            return self._solved(self.graph, method, wanted)
+        whole = replace(self, spec=replace(self.spec, tiles=False))
+        whole.__dict__["_alone"] = self._alone
+        return whole._solved(whole.graph, method, wanted)
 
     def priced(self, graph: Graph) -> Graph:
         """What slices of the step cost, if ops are to be run for that; else parts of what the whole costs."""

@@ -19,7 +19,7 @@ import transformers.masking_utils as masks
 import transformers.utils.import_utils as utilities
 from torch import nn
 from torch._dynamo import convert_frame
-from torch._functorch._aot_autograd import collect_metadata_analysis, runtime_wrappers
+from torch._functorch._aot_autograd import collect_metadata_analysis, graph_compile, runtime_wrappers
 from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as modules
@@ -32,6 +32,7 @@ from lowtide.compat.autograd import told_of_functions
 from lowtide.compat.composites import _other_ways, as_they_run
 from lowtide.compat.cudnn_rnn import recurrent_layers_by_cudnn
 from lowtide.compat.draws import filled_as_they_lie
+from lowtide.compat.dynamo import nothing_written_over
 from lowtide.compat.dynamo_frames import Backends
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.fake_layouts import laid_out_as_kernels_do
@@ -199,6 +200,7 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
         lambda: gradients_laid_out([None]),
         ((collect_metadata_analysis, "coerce_tangent_and_suggest_memory_format"),),
     ),
+    "compat/dynamo": (nothing_written_over, ((graph_compile, "collect_bw_donated_buffer_idxs"),)),
     "compat/fake_layouts": (laid_out_as_kernels_do, ((FakeTensorMode, "dispatch"),)),
     "cost/cuda_rules": (cuda_rules, ON_CUDA),
     "distributed/fsdp": (

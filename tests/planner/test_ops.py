@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import BadRequest, CannotApply, InfeasibleBudget
@@ -477,15 +478,33 @@ def test_the_optimizers_states_are_part_of_the_peak() -> None:
     assert with_states.timeline.resident_bytes - without.timeline.resident_bytes >= states
 
 
-def test_a_backward_can_be_run_twice_if_it_is_retained() -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_backward_can_be_run_twice_if_it_is_retained(is_first: bool) -> None:
     model, plain = small(), small()
     lowtide.apply(model, planned(model))
     for each in (model, plain):
+        if not is_first:  # PyTorch compiles a backward when it first runs, and asks then
+            trained(each, IMAGES, LABELS)()
+            each.load_state_dict(small().state_dict())
+            each.zero_grad()
         torch.manual_seed(1)
         loss = each(IMAGES, LABELS)
         loss.backward(retain_graph=True)
         loss.backward()
     assert_same(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore:lowtide. the model meets inputs without a plan")
+def test_inputs_that_are_new_within_a_checkpoint_are_planned_without_it() -> None:
+    """It would save the dry run's fakes, and run the model again on them."""
+    model, plain = small(), small()
+    lowtide.optimize(model, (IMAGES, LABELS), budget="70%", effort="quick", profile=False)
+    for each in (model, plain):
+        torch.manual_seed(1)
+        images = IMAGES[:6].clone().requires_grad_()
+        loss_of(checkpoint(each, images, LABELS[:6], use_reentrant=False)).backward()
+    assert_same(model, plain)
+    assert len(lowtide.plans_of(model)) == 2
 
 
 def test_a_backward_of_the_backward_is_refused_with_advice() -> None:

@@ -34,6 +34,7 @@ from lowtide.compat.dynamo import (
     boxed,
     default_partition,
     drawing_as_eager,
+    nothing_written_over,
 )
 from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.gradient_layouts import gradients_laid_out
@@ -127,6 +128,7 @@ class TakenApart:
         with (
             drawing_as_eager(),
             autocast_left_before_backward(),
+            nothing_written_over(),
             as_they_run(),
             filled_as_they_lie(),
             as_kernels_do(),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 
 from lowtide.compat.autograd import saving_hooks
 from lowtide.compat.private import Private
+from lowtide.compat.undo import undone
 
 PRIVATE = (
     Private("torch.overrides._get_current_function_mode_stack", "how many function modes are on"),
@@ -15,6 +20,7 @@ PRIVATE = (
         "torch._C._autograd._pop_saved_tensors_default_hooks",
         "takes off hooks of saved tensors whose end was never reached",
     ),
+    Private("torch._C._autograd._push_saved_tensors_default_hooks", "puts back those that were taken off"),
 )
 
 
@@ -31,3 +37,19 @@ class Ambient:
             _pop_mode()
         while saving_hooks() not in (self.hooks, None):
             torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+@contextmanager
+def without_saving_hooks() -> Iterator[None]:
+    """While the block runs, nobody decides how tensors are saved for a backward: no checkpoint, say."""
+    taken: list[Any] = []
+
+    def put_back() -> None:
+        while taken:
+            torch._C._autograd._push_saved_tensors_default_hooks(*taken.pop())
+
+    with undone(put_back):
+        while (hooks := saving_hooks()) is not None:
+            taken.append(hooks)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        yield

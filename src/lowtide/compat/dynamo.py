@@ -17,11 +17,13 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.utils import counters as _counters
 from torch._dynamo.utils import graph_break_reasons as _graph_break_reasons
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import default_partition as _default_partition
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.graph import _BoxedCodeGen
 
 from lowtide.compat.loggers import FAKE_KERNELS
+from lowtide.compat.patches import patched
 from lowtide.compat.private import Private
 
 PRIVATE = (
@@ -47,6 +49,10 @@ PRIVATE = (
         "backward formulas are traced under the autocast of the forward where it does not say otherwise",
     ),
     Private("torch._functorch.config.patch", "has it say otherwise, and puts it back"),
+    Private(
+        "torch._functorch._aot_autograd.graph_compile.collect_bw_donated_buffer_idxs",
+        "what a backward may write over: where that is anything, it refuses to be run again",
+    ),
     Private(
         "torch._functorch.config.activation_memory_budget",
         "which part of what it would save for the backward a compiled graph may save",
@@ -130,6 +136,14 @@ def autocast_left_before_backward() -> AbstractContextManager[None]:
     """While the block runs, backwards are captured as they run where autocast is around the forward alone."""
     change: AbstractContextManager[None] = torch._functorch.config.patch(backward_pass_autocast="off")
     return change
+
+
+def nothing_written_over() -> AbstractContextManager[None]:
+    """Backwards that are compiled while the block runs may be run again (`retain_graph=True`)."""
+    why = "generated backwards write over nothing that was saved, or look whether they will be run again"
+    return patched(
+        graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: [], why=why, since="torch 2.11"
+    )
 
 
 def activation_budget(part: float) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from lowtide.aot.graph_backend import Spares
+from lowtide.compat.ambient import without_saving_hooks
 from lowtide.compat.ddp import let_go_of_old_buckets
 from lowtide.compat.modules import ASKED_BY_JIT, is_replica, module_being_called
 from lowtide.compat.patches import ONE_THREAD
@@ -318,7 +319,8 @@ class _Route:
                 "planned for now, under the same budget, and remembered; so are others from now on.",
             )
         try:
-            return replan(model, args, kwargs)
+            with without_saving_hooks():  # a checkpoint around the model is no part of it
+                return replan(model, args, kwargs)
         except BadRequest:
             with torch.no_grad():  # what is wrong with the user's own code is told in its own words
                 self._plain(model)(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -58,6 +58,25 @@ def test_less_is_asked_for_where_an_answer_promises_too_much() -> None:
     assert asked[0] == wanted
     assert len(asked) > 1
     assert None not in asked
+
+
+def test_each_time_so_much_less_is_asked_for_at_least_and_twice_that_the_next_time() -> None:
+    """What is promised does not fall with the peak, until it does."""
+    asked: list[int | None] = []
+
+    def solved(aim: int | None) -> Solution:
+        asked.append(aim)
+        assert aim is not None, "it need not go as low as can be"
+        return _Peak(aim)  # type: ignore[return-value]
+
+    found = solved_within(1000, solved, lambda peak: 1001 if peak.peak_bytes > 900 else 900, refusal, 20)
+    assert asked == [1000, 980, 940, 860]
+    assert found.peak_bytes == 860
+
+
+@dataclass(frozen=True)
+class _Peak:
+    peak_bytes: int
 
 
 def test_the_lowest_peak_is_tried_last_and_refused_if_it_promises_too_much() -> None:

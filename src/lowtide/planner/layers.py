@@ -23,7 +23,7 @@ from lowtide.execute.identity import fingerprint, inputs_of
 from lowtide.ir.graph import Op, Phase, Role, short_name
 from lowtide.ir.training_reserve import AllocatedRun
 from lowtide.planner.around import Around
-from lowtide.planner.on_card import Beside, Training, card_refusal, check_on_card
+from lowtide.planner.on_card import CARD_STEPS, Beside, Training, card_refusal, check_on_card
 from lowtide.planner.promise import allocated_bytes, numbers_bytes, promised_bytes, solved_within
 from lowtide.solvers import refuse_lowest, solve
 from lowtide.solvers.method import Method
@@ -184,6 +184,7 @@ class Rehearsal:
             lambda aim: around(solve(chain, method, aim)),
             self._promised if budget.card is None else partial(self._taken_bytes, wanted),
             lambda least: self._refusal(least, wanted, budget.card),
+            step_bytes=0 if budget.card is None else wanted // CARD_STEPS,
         )
         return replace(found, budget_bytes=wanted)
 

@@ -24,6 +24,7 @@ from lowtide.text.card import Card
 from lowtide.text.units import format_bytes
 
 NCCL_BYTES = 512 << 20  # a rank's buffers: an allowance, measured by nobody here
+CARD_STEPS = 50  # a lower peak need not reserve less: the next plan is lower by one part in so many at least
 _MARGIN = 100  # one part in so many of what grows
 _TOO_CLOSE = "any kernel that takes a little more than was predicted"
 _TRIES = 12  # to find the card that would hold

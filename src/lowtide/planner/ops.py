@@ -26,7 +26,15 @@ from lowtide.inductor.kinds import kind_of
 from lowtide.ir.assumptions import Assumption
 from lowtide.ir.graph import Graph
 from lowtide.ir.training_reserve import AllocatedRun
-from lowtide.planner.on_card import Beside, CardUse, Training, card_refusal, check_on_card, timed_for
+from lowtide.planner.on_card import (
+    CARD_STEPS,
+    Beside,
+    CardUse,
+    Training,
+    card_refusal,
+    check_on_card,
+    timed_for,
+)
 from lowtide.planner.promise import allocated_bytes, promised_bytes, solved_within
 from lowtide.solvers import quickly, solve
 from lowtide.solvers.kernels import in_kernels
@@ -186,6 +194,7 @@ class StepBudget:
             lambda aim: solve(graph, method, LOWEST if aim is None else aim),
             self._needed_bytes,
             lambda least: self._refusal(least, wanted),
+            step_bytes=0 if self.card is None else wanted // CARD_STEPS,
         )
 
     def _in_slices(self, method: str | Scheduler, wanted: int | None) -> GraphSolution:

@@ -65,11 +65,13 @@ def solved_within(
     solve: Callable[[int | None], Found],
     promised: Callable[[Found], int],
     refusal: Callable[[Found], InfeasibleBudget],
+    step_bytes: int = 0,
 ) -> Found:
     """What `solve` finds that is `promised` to be within the budget.
 
     `solve(bytes)` may count a little less than there is, so it is asked for less where its answer promises
-    too much; or a little more, so that its lowest peak, `solve(None)`, is tried in the end.
+    too much; or a little more, so that its lowest peak, `solve(None)`, is tried in the end. Where a lower
+    peak does not promise as much less, each time by `step_bytes` at least, and twice that the next time.
 
     Raises:
         InfeasibleBudget: the lowest peak promises more than the budget; `refusal` says so.
@@ -83,7 +85,8 @@ def solved_within(
         excess = promised(solution) - budget_bytes
         if excess <= 0:
             return solution
-        aim = solution.peak_bytes - excess
+        aim = solution.peak_bytes - max(excess, step_bytes)
+        step_bytes *= 2
         if aim <= 0:
             break
     least = solve(None)

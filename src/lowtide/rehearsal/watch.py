@@ -84,6 +84,7 @@ class CardWatch(TorchDispatchMode):
         if self._making is None:
             self._take_along(func, given)
         result = func(*args, **kwargs)
+        self.bury()  # what died meanwhile may have lain where something new lies now
         made = [tensor for tensor in tensors_in(result) if is_plain(tensor) and tensor.is_cpu]
         self._made(func, made, given)
         if self._making is None:
@@ -178,13 +179,11 @@ class CardWatch(TorchDispatchMode):
         count = tensor.numel() * tensor.element_size()
         if not count:
             return
-        moment = self.moment(func)
-        if count >= storage.nbytes():
-            self._take(storage, category, moment, name)
-            return
         self.ledger.give_back(key)
-        self._slices[key] = _extent(tensor)
-        self._take(storage, category, moment, name, count)
+        self._slices.pop(key, None)
+        if count < storage.nbytes():
+            self._slices[key] = _extent(tensor)
+        self._take(storage, category, self.moment(func), name, min(count, storage.nbytes()))
 
     @contextmanager
     def making(self, category: Category) -> Iterator[None]:

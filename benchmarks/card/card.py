@@ -1,12 +1,13 @@
 """Does training stay on the card? Batches named for cards of 8 to 40 GiB, trained where no more is to be had.
 
+    python -m benchmarks.card.card name --rows FILE.json --commit HASH      anywhere, before: it takes minutes
     python -m benchmarks.card.card measure --rows FILE.json --commit HASH   on the machine with the GPU
     python -m benchmarks.card.card table --rows FILE.json                   Markdown beside it
 
 A card is made of a larger one: PyTorch may reserve what the card would leave it
-(`set_per_process_memory_fraction`), beside the CUDA context that lowtide counts. For each model and card one
-process names the batches, as `lowtide batch --card` does, plain and planned; then each batch is trained for
-twenty steps with AdamW in processes of different history, and a batch that is 5 % larger in one. That
+(`set_per_process_memory_fraction`), beside the CUDA context that lowtide counts. For each model and card
+batches are named as `lowtide batch --card` does, plain and planned, without a GPU; with it each is trained
+for twenty steps with AdamW in processes of different history, and a batch that is 5 % larger in one. That
 should fail where the step is plain; where it is planned, lowtide should refuse it or it should fail.
 
 Tasks are done in turns, the first history of every model and card before the second: whenever the seconds are
@@ -91,14 +92,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    measuring = commands.add_parser("measure")
-    measuring.add_argument("--rows", type=Path, required=True, help="where they are written")
-    measuring.add_argument("--commit", default="unknown", help="of the code, to be written down")
-    measuring.add_argument("--seconds", type=float, default=540, help="after that no new task begins")
-    measuring.add_argument("--row-seconds", type=float, default=120, help="a task that takes longer failed")
-    measuring.add_argument("--caps", default=",".join(map(str, CAPS)), help="cards, in GiB")
-    measuring.add_argument("--subjects", help="those whose names hold one of these: gpt2,unet")
-    measuring.add_argument("--alone", metavar="TASK", help="this one, in this process")
+    for name in ("name", "measure"):
+        working = commands.add_parser(name)
+        working.add_argument("--rows", type=Path, required=True, help="where they are written")
+        working.add_argument("--commit", default="unknown", help="of the code, to be written down")
+        working.add_argument("--seconds", type=float, default=540, help="after that no new task begins")
+        working.add_argument("--row-seconds", type=float, default=300, help="a task that takes longer failed")
+        working.add_argument("--caps", default=",".join(map(str, CAPS)), help="cards, in GiB")
+        working.add_argument("--subjects", help="those whose names hold one of these: gpt2,unet")
+        working.add_argument("--alone", metavar="TASK", help="this one, in this process")
     tabling = commands.add_parser("table")
     tabling.add_argument("--rows", type=Path, required=True)
     chosen = parser.parse_args()
@@ -121,7 +123,7 @@ def measure_all(chosen: argparse.Namespace) -> None:
     keys = [each.key for each in subjects() if any(word in each.key for word in words)]
     for task in sorted(tasks(keys, [int(gib) for gib in chosen.caps.split(",")])):
         rows = Rows(chosen.rows, chosen.commit)
-        if rows.find(task.subject, task.label) is not None or not is_due(rows, task):
+        if (task.way == NAMED) != (chosen.command == "name") or not is_due(rows, task):
             continue
         if deadline < time.monotonic():
             print("out of time; call again to go on", file=sys.stderr)
@@ -130,7 +132,9 @@ def measure_all(chosen: argparse.Namespace) -> None:
 
 
 def is_due(rows: Rows, task: Task) -> bool:
-    """Whether there is a batch to train."""
+    """Whether it is still to be done, and there is a batch to train."""
+    if rows.find(task.subject, task.label) is not None:
+        return False
     return task.way == NAMED or batch_of(rows, task) is not None
 
 

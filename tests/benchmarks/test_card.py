@@ -56,6 +56,10 @@ def test_only_batches_that_were_named_are_trained(tmp_path: Path) -> None:
     assert card.is_due(rows, plain)
     assert not card.is_due(rows, Task(1, 8, "a", "planned", HISTORIES[0]))
     assert not card.is_due(rows, Task(1, 12, "a", "plain", HISTORIES[0]))
+    assert card.is_due(rows, Task(0, 12, "a", NAMED, NAMED))
+    assert not card.is_due(rows, Task(0, 8, "a", NAMED, NAMED))  # it is there
+    rows.put({"subject": "a", "label": plain.label, "batch": 20})
+    assert not card.is_due(rows, plain)
 
 
 @pytest.mark.parametrize(

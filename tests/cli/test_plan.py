@@ -471,3 +471,42 @@ def test_tiles_are_for_one_plan_op_by_op(arguments: tuple[str, ...], message: st
     result = plan("--tiles", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+# Cards ------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_a_card_tells_what_is_taken_of_it() -> None:
+    result = run(
+        "plan", "mine.py:four", "--card", "1GiB", "--reserve", "64MiB", "--json"
+    )  # on CUDA, unless told
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    taken = document["card"]
+    assert (taken["memory_bytes"], taken["reserve_bytes"], taken["fits"]) == (1 << 30, 64 << 20, True)
+    assert taken["taken_bytes"] == taken["reserved_bytes"] + taken["context_bytes"] + (64 << 20)
+    assert document["budget_bytes"] == (1 << 30) - (64 << 20) - taken["context_bytes"]
+    assert any(
+        note.startswith("on a card of 1.00 GiB, 64.0 MiB of it held by others") for note in document["notes"]
+    )
+
+
+def test_fit_says_whether_a_card_holds_a_training() -> None:
+    result = run("fit", "mine.py:four", "--card", "rtx 4090", "--optimizer", "adamw")
+    assert result.exit_code == 0, result.stderr
+    assert "taken from the card" in result.stdout
+    assert "CUDA context and libraries" in result.stdout
+    assert "to spare (a card of 23.61 GiB (rtx4090))" in result.stdout
+    tight = run("fit", "mine.py:four", "--card", "694MiB")
+    assert tight.exit_code == 1
+    assert "out of memory in loading the model" in tight.stdout
+
+
+@pytest.mark.parametrize("command", ["fit", "plan"])
+def test_a_card_and_a_budget_do_not_go_together(command: str) -> None:
+    result = run(command, "mine.py:four", "--card", "8GiB", "--budget", "8GiB")
+    assert result.exit_code == 2
+    assert "--budget is for a peak, --card for all that is taken; give one of them." in result.stderr
+    unknown = run(command, "mine.py:four", "--card", "rtx4095")
+    assert unknown.exit_code == 2
+    assert "there is no card called 'rtx4095'. Did you mean rtx4090" in unknown.stderr

@@ -14,10 +14,12 @@ import lowtide
 from lowtide.backend.request import Request
 from lowtide.cost.cuda_rules import CONTEXT_BYTES
 from lowtide.cost.roofline import RATES, Nominal, rates_of
+from lowtide.distributed.steps import ReplicatedBudget, ReplicatedRehearsal
 from lowtide.errors import BadRequest, InfeasibleBudget
 from lowtide.ir.graph import Phase, Role
 from lowtide.ir.training_reserve import AllocatedRun
 from lowtide.planner import on_card
+from lowtide.planner.layers import Rehearsal
 from lowtide.planner.on_card import NCCL_BYTES, Beside, CardUse, Training, card_here, expand_segments
 from lowtide.planner.ops import StepBudget
 from lowtide.text.card import Card
@@ -77,6 +79,14 @@ def test_what_is_left_is_what_nobody_else_holds() -> None:
     card = Card("8GiB", reserve="1GiB")
     assert Beside.of(distributed=False).left_bytes(card) == (7 << 30) - CONTEXT_BYTES
     assert Beside.of(distributed=True).left_bytes(card) == (7 << 30) - CONTEXT_BYTES - NCCL_BYTES
+
+
+def test_ranks_leave_room_for_nccl() -> None:
+    spec = StepSpec(tower(), rows(8), device="cuda")
+    assert (
+        ReplicatedBudget(spec).beside == ReplicatedRehearsal.of(spec).beside == Beside(nccl_bytes=NCCL_BYTES)
+    )
+    assert StepBudget(spec).beside == Rehearsal.of(spec).beside == Beside()
 
 
 def test_a_card_on_which_nothing_is_left_is_refused() -> None:
@@ -296,6 +306,15 @@ def test_expandable_segments_are_switched_on_and_it_is_said(monkeypatch: pytest.
     cuda = Cuda(monkeypatch, reserved=0)
     with pytest.warns(UserWarning, match=r"^lowtide: expandable segments are switched on\.$"):
         expand_segments(stacklevel=1)
+    assert cuda.switched == 1
+
+
+def test_optimize_switches_them_on_for_a_card_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, reserved=0)
+    lowtide.optimize(nn.Linear(4, 4), budget="8GiB")
+    assert cuda.switched == 0
+    with pytest.warns(UserWarning, match="expandable segments are switched on"):
+        lowtide.optimize(nn.Linear(4, 4), budget="8GiB card")
     assert cuda.switched == 1
 
 

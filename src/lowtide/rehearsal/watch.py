@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lowtide.compat.autograd import in_backward
-from lowtide.compat.dispatch import TorchDispatchMode, is_plain_op, schema_of
+from lowtide.compat.dispatch import BesideCompiling, is_plain_op, schema_of
 from lowtide.compat.tensors import key_of_storage, storage_key, tensors_in
 from lowtide.ir.graph import short_name
 from lowtide.ir.simulate import Category
@@ -38,15 +38,8 @@ _ACROSS = frozenset(
 )
 
 
-class CardWatch(TorchDispatchMode):
+class CardWatch(BesideCompiling):
     """Sees every op of this thread, and every storage when it dies."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What is compiled is seen when it runs; while it is compiled nothing is on a card."""
-        return True
 
     def __init__(self, ledger: CardLedger, following: TrainingWatch, owners: Owners) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.compat.dispatch import TorchDispatchMode
+from lowtide.compat.dispatch import BesideCompiling
 from lowtide.execute import out_of_memory
 from lowtide.execute.out_of_memory import DeviceMemory, who_holds
 
@@ -27,7 +27,7 @@ def _nothing_is_left_by_other_tests() -> Iterator[None]:
     gc.collect()
 
 
-class Full(TorchDispatchMode):
+class Full(BesideCompiling):
     """The first op of this name finds no memory, once `after` of them have found some."""
 
     def __init__(self, op: str, after: int = 0) -> None:
@@ -35,10 +35,6 @@ class Full(TorchDispatchMode):
         self.op = op
         self.left = after
         self.has_raised = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None

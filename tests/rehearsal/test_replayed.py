@@ -16,11 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lowtide
 from lowtide.compat.patches import active
+from lowtide.compat.tensors import storage_key
 from lowtide.cost.cuda_rules import CONTEXT_BYTES, CUBLAS_BYTES, CUBLASLT_BYTES, price
 from lowtide.cost.measure import allocator_events, cpu_blocks, growth
 from lowtide.ir.cuda_allocator import cached
 from lowtide.ir.graph import Role
 from lowtide.ir.simulate import Category
+from lowtide.rehearsal import watch as watch_module
 from lowtide.rehearsal.on_card import CardRehearsal
 from lowtide.rehearsal.outcome import Act, ActPeak, Doing, Ended
 from lowtide.trace.dry_run import dry_run
@@ -131,6 +133,36 @@ def test_a_slice_of_something_that_stays_on_the_cpu_counts_as_the_slice() -> Non
         for start in range(0, 4096, 64):
             model(data[start : start + 64]).sum().backward()
     assert act(rehearsal, Act.FIRST).held[Category.BATCH] == 64 * 128 * 4
+
+
+def test_what_counted_as_a_slice_may_count_as_a_whole_later_and_counts_once() -> None:
+    model, data = mlp(), torch.randn(4096, 128)
+    with on_card(64 * MIB) as rehearsal:
+        model(data[:64]).sum().backward()
+        model(data).sum().backward()
+        stand: Any = rehearsal._stand
+        held = sum(claim.blocks[0].size for claim in stand._ledger._claims.values())
+        assert held == stand._ledger.replay.allocator.allocated_bytes
+    assert act(rehearsal, Act.FIRST).held[Category.BATCH] == data.nbytes
+
+
+def test_a_storage_at_the_address_of_one_that_died_in_the_same_op_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch_module, "is_plain_op", lambda func: True)
+    with on_card(64 * MIB) as rehearsal:
+        stand: Any = rehearsal._stand
+        given, made = torch.zeros(MIB, device="cuda"), torch.zeros(MIB, device="cuda")
+
+        class Op:
+            namespace = "aten"
+
+            def __call__(self, *args: Any) -> torch.Tensor:
+                stand._watch.died(storage_key(made))  # of an older one, and then there is this
+                return made
+
+        stand._watch.__torch_dispatch__(Op(), (), (given,))
+        assert torch.cuda.memory_allocated() == 2 * 4 * MIB
 
 
 def test_a_script_that_names_cuda_says_what_is_on_the_card() -> None:

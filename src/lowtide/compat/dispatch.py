@@ -39,6 +39,17 @@ PRIVATE = (
 )
 
 
+class BesideCompiling(TorchDispatchMode):
+    """A mode in spite of which Dynamo compiles: off while it does, on when that runs. It sees torch.cond."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """That it is off while something is compiled."""
+        return True
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """While the block runs, no dispatch mode sees anything."""
     found: AbstractContextManager[Any] = _disable_current_modes()

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lowtide.compat.autograd import in_backward
-from lowtide.compat.dispatch import TorchDispatchMode, is_plain_op, schema_of
+from lowtide.compat.dispatch import BesideCompiling, is_plain_op, schema_of
 from lowtide.compat.tensors import key_of_storage, storage_key, tensors_in
 from lowtide.ir.graph import short_name
 from lowtide.ir.simulate import Category
@@ -38,15 +38,8 @@ _ACROSS = frozenset(
 )
 
 
-class CardWatch(TorchDispatchMode):
+class CardWatch(BesideCompiling):
     """Sees every op of this thread, and every storage when it dies."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What is compiled is seen when it runs; while it is compiled nothing is on a card."""
-        return True
 
     def __init__(self, ledger: CardLedger, following: TrainingWatch, owners: Owners) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -84,6 +77,7 @@ class CardWatch(TorchDispatchMode):
         if self._making is None:
             self._take_along(func, given)
         result = func(*args, **kwargs)
+        self.bury()  # what died meanwhile may have lain where something new lies now
         made = [tensor for tensor in tensors_in(result) if is_plain(tensor) and tensor.is_cpu]
         self._made(func, made, given)
         if self._making is None:
@@ -178,13 +172,11 @@ class CardWatch(TorchDispatchMode):
         count = tensor.numel() * tensor.element_size()
         if not count:
             return
-        moment = self.moment(func)
-        if count >= storage.nbytes():
-            self._take(storage, category, moment, name)
-            return
         self.ledger.give_back(key)
-        self._slices[key] = _extent(tensor)
-        self._take(storage, category, moment, name, count)
+        self._slices.pop(key, None)
+        if count < storage.nbytes():
+            self._slices[key] = _extent(tensor)
+        self._take(storage, category, self.moment(func), name, min(count, storage.nbytes()))
 
     @contextmanager
     def making(self, category: Category) -> Iterator[None]:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute import ops_forward
+from lowtide.ir.graph import Graph
 from lowtide.planner.by_classes import best_following
 from lowtide.planner.ops import StepBudget
-from lowtide.solvers import refereed
 from lowtide.solvers.solution import GraphSolution
 from lowtide.trace.spec import StepSpec
 from lowtide.zoo.gpt import GPT
 from tests.helpers.eager import assert_step_like, mean_square
+from tests.helpers.searches import watched
 
 
 @pytest.fixture(autouse=True)
@@ -33,17 +34,8 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A word for every graph that a method was asked to solve."""
-    found: list[str] = []
-    solve = refereed._scheduled
-
-    def counted(graph: Any, *args: Any) -> GraphSolution:
-        found.append(graph.name)
-        return solve(graph, *args)
-
-    monkeypatch.setattr(refereed, "_scheduled", counted)
-    return found
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    return watched(monkeypatch)
 
 
 def gpt() -> GPT:
@@ -77,7 +69,7 @@ def inputs(length: int) -> tuple[str, ...]:
 TWENTY = [*range(8, 64, 3), 64]
 
 
-def test_an_epoch_of_twenty_lengths_searches_for_its_classes_alone(searches: list[str]) -> None:
+def test_an_epoch_of_twenty_lengths_searches_for_its_classes_alone(searches: list[Graph]) -> None:
     """In random order, and each of them twice; measured within the budget, and no plan for each is kept."""
     model, plain = gpt(), gpt()
     optimized(model, lengths=TWENTY, classes=3)
@@ -147,7 +139,7 @@ def test_a_length_follows_the_class_that_costs_it_least() -> None:
         assert best_following(at[16], order, tighter.peak_bytes - 1) is None
 
 
-def test_labels_of_each_class_come_with_its_example(searches: list[str]) -> None:
+def test_labels_of_each_class_come_with_its_example(searches: list[Graph]) -> None:
     def pair(length: int) -> tuple[Tensor, Tensor]:
         return tokens(length), tokens(length)
 
@@ -221,7 +213,7 @@ def test_another_structure_follows_no_class() -> None:
 
 
 def test_the_plan_that_was_not_used_for_longest_is_let_go(
-    monkeypatch: pytest.MonkeyPatch, searches: list[str]
+    monkeypatch: pytest.MonkeyPatch, searches: list[Graph]
 ) -> None:
     monkeypatch.setattr(ops_forward, "MOST_PLANS", 2)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())

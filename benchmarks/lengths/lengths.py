@@ -206,8 +206,8 @@ def report(document: dict[str, Any]) -> str:
         f"{sizes['batch']} texts, of {len(counts)} lengths from {min(map(int, counts))} to "
         f"{max(map(int, counts))} tokens in random order, within {budget / _MIB:.2f} MiB. SGD. Classes: "
         f"{classes}. *Searched* are plans that a search made, *followed* those that took a class's schedule. "
-        "*Planning* is what the first epoch, and getting ready, took longer than the second, in seconds of the "
-        "processor, and samples per second are those of the second epoch, padding not counted.",
+        "*Planning* is what the first epoch, and getting ready, took longer than the second, in seconds of "
+        "the processor, and samples per second are those of the second epoch, padding not counted.",
         "",
         *table(head, cells),
         "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import warnings
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -240,6 +241,15 @@ def test_the_plan_that_was_not_used_for_longest_is_let_go(
         assert len(searches) > count
     many = [str(each.message) for each in told if "more than 2 kinds of inputs" in str(each.message)]
     assert len(many) == 1
+
+
+def test_with_a_model_go_the_plans_for_its_classes() -> None:
+    model = optimized(gpt(), lengths=[8, 12], classes=1, budget="min")
+    _step(model, tokens(10))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 # Refusals -------------------------------------------------------------------------------------------------

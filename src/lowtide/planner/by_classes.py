@@ -87,10 +87,8 @@ class ByClasses:
         """Plan for every class, the worst first."""
         ladders = [self._ladder(model, length, args, dict(kwargs or {})) for length in self.ahead.classes]
         ladders.sort(key=lambda ladder: -ladder.step.plain_peak_bytes)
-        for place, ladder in enumerate(ladders):
-            self.plans.append(self.anew.searched(ladder))
-            if place == 0:
-                self.loss = ladder.spec.loss
+        self.plans = [self.anew.searched(ladder) for ladder in ladders]  # all of them, or none
+        self.loss = ladders[0].spec.loss
 
     def _ladder(self, model: nn.Module, length: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ladder:
         example, loss = self.ahead.inputs_of(length, args, kwargs)

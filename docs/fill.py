@@ -43,6 +43,8 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "planner.lengths",
             "trace.dry_run",
             "cost.measure",
+            "rehearsal.on_card",
+            "rehearsal.outcome",
             "trace.saved_report",
             "trace.saved",
         ),
@@ -84,7 +86,7 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Files and sizes": (
         "Save and load, read and write bytes.",
-        ("solvers.files", "text.units", "text.budget"),
+        ("solvers.files", "text.units", "text.sizes", "text.card"),
     ),
     "Errors": (
         "All are `LowtideError`; [Troubleshooting](troubleshooting.md) says what to do about each.",

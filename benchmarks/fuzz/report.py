@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fuzz.trial import BAD, INFEASIBLE, NO_SUBJECT, OUTCOMES, REFUSED
-from benchmarks.fuzz.ways import WAYS
+from benchmarks.fuzz.ways import NO_ARENA, WAYS
 from lowtide.text.documents import write_text
 
 Row = Mapping[str, Any]
@@ -63,9 +63,23 @@ def report(document: Mapping[str, Any], path: Path) -> None:
         "",
         f"Refused: {refused} of {len(asked)}, {refused / max(1, len(asked)):.1%}.",
         "",
+        *_without_arena(rows),
         *_listed(rows),
     ]
     write_text(path, "\n".join(lines).rstrip() + "\n")
+
+
+def _without_arena(rows: Sequence[Row]) -> Iterator[str]:
+    """How many steps have no arena: they are counted by what came of them without one."""
+    found = sum(row.get("how") == NO_ARENA for row in rows)
+    if found:
+        of = sum(row["way"] == "arena" for row in rows)
+        yield (
+            f"Of the {of} steps for an arena {found} have none: what they do follows from a number that "
+            "exists only when they run, and an arena runs one graph. `in_arena` refuses them and names ways "
+            "without one: they were trained by their plan, and are counted by what came of that."
+        )
+        yield ""
 
 
 def _listed(rows: Sequence[Row]) -> Iterator[str]:

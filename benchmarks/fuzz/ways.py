@@ -23,10 +23,11 @@ from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.trace.step import loss_of
 
 LOWEST, BYTES = "min", "bytes"
-BY_LAYERS = "by layers"
+BY_LAYERS, NO_ARENA = "by layers", "by its plan, for it has no arena"
 BUDGETS = ("90%", "70%", LOWEST, BYTES)
 _PARTS = {"90%": 0.9, "70%": 0.7, BYTES: 0.8}  # of the plain peak
 _FACTOR_BYTES, _PRODUCTS = 8, ("aten.mul.Tensor", "aten.div.Tensor")  # see docs/counted.md
+_NO_ONE_GRAPH = "an arena runs one graph"  # and this step may be another whenever it runs: it has none
 _NUMBER = 8  # a loss is handed back, and is not of the arena
 
 Step = Callable[[], tuple[Tensor, Any]]  # forward, loss and backward; gives the loss and the output
@@ -178,7 +179,12 @@ def _in_arena(subject: Subject, budget: str | int) -> Planned:
     model, example, loss = subject.model, subject.example, subject.loss
     with subject.context():
         solution = lowtide.plan(model, example, loss=loss, budget=budget, effort="quick")
-        arena = lowtide.in_arena(model, example, loss, solution=solution, profile=True)
+        try:
+            arena = lowtide.in_arena(model, example, loss, solution=solution, profile=True)
+        except lowtide.CannotRun as refusal:
+            if not str(refusal).startswith(_NO_ONE_GRAPH):
+                raise
+            return _without_arena(subject, solution)
 
     def step() -> tuple[Tensor, Any]:
         return arena(), None
@@ -190,6 +196,14 @@ def _in_arena(subject: Subject, budget: str | int) -> Planned:
         model.zero_grad(set_to_none=True)
 
     return Planned(step, promise, lambda: "in an arena", take_off, gives_output=False)
+
+
+def _without_arena(subject: Subject, solution: Solution | GraphSolution) -> Planned:
+    """The way out that is named to whoever asks for an arena that cannot be: the plan does without one."""
+    lowtide.apply(subject.model, solution)
+    promise = Promise(allowed_bytes(solution) + _bytes_of_factors(solution))
+    step = step_of(subject, subject.model)
+    return Planned(step, lambda: promise, lambda: NO_ARENA, lambda: lowtide.remove(subject.model))
 
 
 WAYS: Mapping[str, Way] = {

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         PlanDisagrees,
         RanksDisagree,
         ShapeMismatch,
+        UnknownCard,
         UnknownFunction,
         UnknownMethod,
         UnknownModel,
@@ -66,11 +67,14 @@ if TYPE_CHECKING:
     from lowtide.planner.peers import PeerComparison, compare_peers
     from lowtide.planner.shape_classes import ShapeClass, ShapeClasses, shape_classes
     from lowtide.planner.worst import Epoch, LengthPeak, worst
+    from lowtide.rehearsal.on_card import card
+    from lowtide.rehearsal.outcome import Rehearsed
     from lowtide.solvers.files import load_graph, load_solution, save_graph, save_solution
     from lowtide.solvers.frontier import frontier
     from lowtide.solvers.registry import methods, schedulers, solve
     from lowtide.solvers.solution import Confirmation, GraphSolution, Solution, Status
-    from lowtide.text.budget import parse_bytes
+    from lowtide.text.card import Card
+    from lowtide.text.sizes import parse_bytes
     from lowtide.text.units import format_bytes
     from lowtide.trace.dry_run import Trace, dry_run
     from lowtide.trace.profile import profile
@@ -89,6 +93,7 @@ __all__ = [
     "CannotCapture",
     "CannotRun",
     "CannotTrace",
+    "Card",
     "Category",
     "Chain",
     "Comparison",
@@ -125,6 +130,7 @@ __all__ = [
     "Reached",
     "Reading",
     "Rehearsal",
+    "Rehearsed",
     "Role",
     "Saved",
     "Schedule",
@@ -138,6 +144,7 @@ __all__ = [
     "Tensor",
     "Timeline",
     "Trace",
+    "UnknownCard",
     "UnknownFunction",
     "UnknownMethod",
     "UnknownModel",
@@ -146,6 +153,7 @@ __all__ = [
     "apply",
     "best_classes",
     "capture",
+    "card",
     "compare",
     "compare_peers",
     "dry_run",
@@ -214,6 +222,7 @@ _NAMES_OF_MODULE = {
         "PlanDisagrees",
         "RanksDisagree",
         "ShapeMismatch",
+        "UnknownCard",
         "UnknownFunction",
         "UnknownMethod",
         "UnknownModel",
@@ -234,6 +243,8 @@ _NAMES_OF_MODULE = {
     "planner.shape_classes": ("ShapeClass", "ShapeClasses", "shape_classes"),
     "planner.worst": ("Epoch", "LengthPeak", "worst"),
     "chain.plan": ("Plan", "Segment"),
+    "rehearsal.on_card": ("card",),
+    "rehearsal.outcome": ("Rehearsed",),
     "trace.profile": ("profile",),
     "planner.batch_search": ("Reached",),
     "planner.batch_steps": ("Batch",),
@@ -247,7 +258,8 @@ _NAMES_OF_MODULE = {
     "solvers.registry": ("methods", "schedulers", "solve"),
     "trace.dry_run": ("Trace", "dry_run"),
     "text.units": ("format_bytes",),
-    "text.budget": ("parse_bytes",),
+    "text.card": ("Card",),
+    "text.sizes": ("parse_bytes",),
     "ir.validate": ("validate",),
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}

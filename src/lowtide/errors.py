@@ -4,6 +4,7 @@
     ├── BadRequest            what was asked makes no sense; says why and what to do instead
     │   ├── UnknownModel      no model of that name; carries the nearest names
     │   ├── UnknownMethod     no method of that name; carries the nearest names
+    │   ├── UnknownCard       no card of that name; carries the nearest names
     │   ├── UnknownFunction   no function of that name in an expression; carries the nearest names
     │   ├── ShapeMismatch     shapes in an expression do not go together; names both
     │   ├── NotDifferentiable there is no derivative of an op; names it and says why
@@ -67,6 +68,21 @@ class UnknownMethod(BadRequest):
         self.nearest = tuple(difflib.get_close_matches(name, self.known, n=3, cutoff=0.5))
         hint = f" Did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
         super().__init__(f"there is no method called '{name}'.{hint} There are: {', '.join(self.known)}.")
+
+
+class UnknownCard(BadRequest):
+    """No card goes by this name, and it is no size."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        bare = "".join(name.casefold().split())
+        self.nearest = tuple(difflib.get_close_matches(bare, self.known, n=3, cutoff=0.5))
+        hint = f" Did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
+        super().__init__(
+            f"there is no card called '{name:.60}'.{hint} Write a size such as 24GiB, or one of: "
+            f"{', '.join(self.known)}."
+        )
 
 
 class UnknownFunction(BadRequest):

@@ -13,7 +13,7 @@ from lowtide.execute.identity import described_inputs
 from lowtide.planner.baseline import Baseline, Source, Verdict, judge, load_baseline, save_baseline
 from lowtide.planner.fit import Fit, fit
 from lowtide.planner.real_step import RealStep
-from lowtide.text.budget import parse_bytes
+from lowtide.text.sizes import parse_bytes
 from lowtide.text.units import format_bytes
 from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import Example, Loss, arguments, declared

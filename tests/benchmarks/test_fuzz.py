@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from benchmarks.fuzz.fuzz import task_of
 from benchmarks.fuzz.processes import rows_of
-from benchmarks.fuzz.report import line
-from benchmarks.fuzz.trial import BAD
+from benchmarks.fuzz.recipe import recipe
+from benchmarks.fuzz.report import line, report
+from benchmarks.fuzz.trial import BAD, RIGHT, tried
+from benchmarks.fuzz.ways import NO_ARENA
 
 _SEEDS, _QUICK, _AT_ONCE = 200, 40, 4
 _SECONDS = 600  # that one seed may take, however busy the machine is
@@ -25,3 +29,14 @@ def test_random_modules_are_right_and_within_the_budget_or_refused(first: int) -
     assert len(rows) == _AT_ONCE
     bad = [line(row) for row in rows if row["outcome"] in BAD]
     assert not bad, "\n".join(bad)
+
+
+def test_a_step_without_an_arena_is_tried_by_its_plan_and_counted(tmp_path: Path) -> None:
+    """A part is multiplied by a number that is drawn anew in every step."""
+    row = tried(recipe(60234), "arena", "min")
+    assert (row["outcome"], row["how"]) == (RIGHT, NO_ARENA), line(row)
+    where = dict.fromkeys(("device", "torch", "python", "date", "commit", "command"), "")
+    report({"rows": [row], "machine": where}, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "Refused: 0 of 1, 0.0%." in page
+    assert "Of the 1 steps for an arena 1 have none: what they do follows from a number" in page

@@ -12,7 +12,7 @@ from benchmarks.tiles import tiles
 from benchmarks.tiles.report import cut, report, verdict
 from benchmarks.tiles.subjects import LARGE, SMALL
 
-from lowtide.text.budget import parse_bytes
+from lowtide.text.sizes import parse_bytes
 
 
 def row(**more: Any) -> dict[str, Any]:

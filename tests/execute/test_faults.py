@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -164,6 +165,43 @@ def test_an_interrupt_of_a_step_that_was_made_leaves_nothing(
             assert mine is not None
             assert other is not None
             assert torch.equal(mine, other), moments.where
+
+
+@pytest.mark.parametrize("number", [5, pytest.param(40, marks=pytest.mark.long)])
+def test_an_arena_whose_first_step_is_interrupted_begins_again(number: int) -> None:
+    expected, counted = step(network()), Moments()
+    model = network()
+    run = in_an_arena(model)
+    ready(model)
+    counted.during(lambda: run(model))
+    for at in spread(counted.count, number):
+        model = network()
+        run, moments = in_an_arena(model), Moments(at)
+        ready(model)
+        moments.during(partial(run, model))
+        for _ in range(2):
+            ready(model)
+            run(model)
+            found = [*(parameter.grad for parameter in model.parameters()), *model.buffers()]
+            for mine, other in zip(found, expected, strict=True):
+                assert mine is not None
+                assert other is not None
+                assert torch.equal(mine, other), moments.where
+
+
+def test_another_batch_whose_giving_was_interrupted_is_given_again() -> None:
+    model = nn.Linear(8, 2)
+    run = lowtide.in_arena(model, {"input": X}, square)
+    other, counted = X + 1, Moments()
+    first, expected = (float(square(model(batch)).detach()) for batch in (X, other))
+    assert float(run()) == first
+    counted.during(lambda: run.executor.bind({"input": other.clone()}))
+    for at in range(1, counted.count + 1):
+        run.executor.bind({"input": X})
+        Moments(at).during(lambda: run.executor.bind({"input": other}))
+        for batch, loss in ((other, expected), (X, first)) if at % 2 else ((X, first), (other, expected)):
+            model.zero_grad()
+            assert float(run(input=batch)) == loss, at
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])

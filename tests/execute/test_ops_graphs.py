@@ -171,3 +171,18 @@ def test_images_that_are_made_larger(mode: str) -> None:
             return F.interpolate(self.head(images), size=(17, 23), mode=mode).sigmoid()
 
     assert_trains_like_plain(Larger(), IMAGES)
+
+
+def test_a_frozen_layer_of_every_second_number() -> None:
+    """Running takes the rows of the whole batch as one matrix; tracing in Python would multiply by batch."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(8, 8)
+            self.mix = nn.Linear(8, 8).requires_grad_(False)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.mix(torch.fft.fft2(self.stem(words)).real))
+
+    assert_trains_like_plain(Mixed(), torch.randn(3, 6, 8))

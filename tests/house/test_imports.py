@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "lesson": "ir autodiff arena",
     "cost": "compat ir",
     "trace": "compat text ir cost",
+    "rehearsal": "compat text ir cost trace",
     "aot": "compat ir fusion cost trace",
     "inductor": "compat text ir fusion solvers cost aot",
     "execute": "compat text ir arena chain solvers cost trace aot inductor",

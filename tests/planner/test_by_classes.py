@@ -140,6 +140,21 @@ def test_a_length_follows_the_class_that_costs_it_least() -> None:
         assert best_following(at[16], order, tighter.peak_bytes - 1) is None
 
 
+def test_on_a_card_everything_that_is_taken_of_it_is_kept() -> None:
+    """What the card leaves to the allocator is what a replay of that on a shorter text's own graph keeps."""
+    card = lowtide.Card("1GiB")
+    short, long = (
+        StepBudget(StepSpec(gpt(), tokens(length), mean_square, device="cuda", profile=False)).on(card)
+        for length in (20, 60)
+    )
+    plan = long.solve("auto", card)
+    found = best_following(short, [plan], short.left_bytes)
+    assert found is not None
+    assert found.schedule == plan.schedule
+    assert short.promised_bytes(found) <= card.memory_bytes
+    assert best_following(short, [plan], short.left_bytes - card.memory_bytes) is None
+
+
 def test_labels_of_each_class_come_with_its_example(searches: list[Graph]) -> None:
     def pair(length: int) -> tuple[Tensor, Tensor]:
         return tokens(length), tokens(length)

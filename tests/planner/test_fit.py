@@ -168,6 +168,7 @@ def test_json_holds_everything_but_the_trace() -> None:
         "workspaces_from": None,
         "extrapolated": 0,
         "budget_bytes": 4096,
+        "card": None,
         "fits": True,
         "margin_bytes": 1912,
         "notes": list(predict().notes),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import BadRequest
-from lowtide.text.budget import parse_bytes
+from lowtide.text.sizes import parse_bytes
 from lowtide.text.units import format_bytes, format_seconds
 
 FACTORS = {

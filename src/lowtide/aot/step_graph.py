@@ -17,7 +17,7 @@ from lowtide.aot.kernels import Kernels
 from lowtide.aot.tangents import with_held_tangents
 from lowtide.errors import BadRequest
 from lowtide.ir.assumptions import Assumption
-from lowtide.ir.graph import Graph, Phase, Role, Value
+from lowtide.ir.graph import OPTIMIZER_STEP, Graph, Phase, Role, Value
 from lowtide.ir.recomputable import between_graphs
 from lowtide.ir.schedule import straight
 from lowtide.ir.simulate import simulate
@@ -91,7 +91,7 @@ def _with_optimizer(graph: Graph, plain: Trace) -> Graph:
     held = simulate(graph, straight(graph))
     at_the_end = int(held.live_bytes[-1]) if len(held.live_bytes) else held.resident_bytes
     update = between_graphs(
-        "lowtide.optimizer.step",
+        OPTIMIZER_STEP,
         Phase.OPTIMIZER,
         module="optimizer",
         workspace_bytes=max(0, max(updating) - at_the_end),

@@ -8,10 +8,12 @@ from typing import Any
 
 from lowtide.aot.kernels import Kernels
 from lowtide.errors import BadRequest, UnknownMethod
+from lowtide.planner.on_card import Beside, expand_segments
 from lowtide.solvers import methods, schedulers
 from lowtide.text.budget import Budget
 
 _OPTIONS = ("budget", "method", "profile", "tiles", "kernels")
+_RESERVED_PART = 50  # of what a card leaves, one part in so many is reserved beyond what is allocated
 
 
 @dataclass(frozen=True)
@@ -48,4 +50,16 @@ class Request:
         wishes = bool(given.get("profile", True)), bool(given.get("tiles", False))
         kernels = Kernels.named(str(given.get("kernels", Kernels.EAGER)))
         kernels = kernels.in_slices() if wishes[1] else kernels
-        return Request(Budget.parse(budget).bytes, method, *wishes, kernels)
+        return Request(_bytes_of(Budget.parse(budget)), method, *wishes, kernels)
+
+
+def _bytes_of(budget: Budget) -> int | None:
+    """What graphs may hold: of a card, what is left of it beside the rest, less a part.
+
+    The backend sees graphs, and neither the optimizer nor the first step of a training, so it cannot replay
+    what will be reserved beyond what is allocated.
+    """
+    if budget.card is None:
+        return budget.bytes
+    expand_segments(stacklevel=6)
+    return Beside.of(distributed=False).left_bytes(budget.card) * (_RESERVED_PART - 1) // _RESERVED_PART

@@ -21,6 +21,7 @@ _COMMANDS = (
     "plan",
     "compare",
     "batch",
+    "rehearse",
     "worst",
     "check",
     "report",

@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from lowtide.errors import BadRequest
-from lowtide.text.budget import LOWEST, Budget, parse_bytes
+from lowtide.text.budget import LOWEST, Budget
+from lowtide.text.card import Card
+from lowtide.text.sizes import parse_bytes
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # those of lowtide.trace.step, which would import torch
 EFFORTS = ("full", "quick")  # those of lowtide.solvers.method, which would import numpy
@@ -95,6 +97,27 @@ def budget_option(text: str, lowest: bool = False) -> Callable[[Any], Any]:
     return click.option(
         "--budget", metavar=metavar, callback=budget_or_lowest if lowest else budget, help=text
     )
+
+
+def card_options(text: str) -> Callable[[Any], Any]:
+    """A card by its name or its size, and what others hold of it: see `asked_card`."""
+
+    def add(function: Any) -> Any:
+        reserve = click.option(
+            "--reserve", metavar="SIZE", callback=size, help="What others hold of the card: a display, 1GiB."
+        )
+        return click.option("--card", metavar="NAME|SIZE", help=text)(reserve(function))
+
+    return add
+
+
+def asked_card(card: str | None, reserve: int | None) -> Card | None:
+    """The card that was asked for, if one was. Raises UsageError for a reserve of no card."""
+    if card is not None:
+        return Card(card, reserve or 0)
+    if reserve is not None:
+        raise click.UsageError("--reserve says what others hold of a --card; give both.")
+    return None
 
 
 def plot_option(text: str) -> Callable[[Any], Any]:

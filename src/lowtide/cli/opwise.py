@@ -54,7 +54,8 @@ def answer_ops(
     if isinstance(solution, Solution):
         tell_layers(ladder.rehearsal, solution, setup, wanted, verified)
     else:
-        _tell_ops(ladder.step, solution, setup, wanted, verified)
+        step = ladder.step if budget.card is None else ladder.step.on(budget.card)
+        _tell_ops(step, solution, setup, wanted, verified)
 
 
 def _tell_ops(
@@ -70,8 +71,10 @@ def _tell_ops(
     wanted.write(solution, picture)
     notes = [*([solution.remark] if solution.remark else []), *notes_of(step, setup)]
     notes += [] if verified is None else [str(verified)]
+    use = None if step.card is None else step.use_of(solution)
+    notes += [] if use is None else [str(use)]
     if wanted.as_json:
-        document = {**_about(step, setup), **_plan_to_json(solution)}
+        document = {**_about(step, setup), **_plan_to_json(solution), "card": use and use.to_json()}
         _print_json({**document, "verified": verified and asdict(verified)}, notes)
     else:
         print_schedule(title_of(step, setup), solution, notes=notes)
@@ -156,7 +159,7 @@ def notes_of(step: StepBudget, setup: Setup) -> list[str]:
         if step.spec.accumulate > 1
         else []
     )
-    return [*what_is_unknown(timed, step.graph.profiled_on), *earlier, *seen, *setup.notes]
+    return [*what_is_unknown(timed, step.graph.profiled_on, step.card), *earlier, *seen, *setup.notes]
 
 
 def _captured_otherwise(step: StepBudget, found: Sequence[GraphSolution]) -> list[str]:

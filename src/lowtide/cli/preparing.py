@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import BadRequest
 from lowtide.text.budget import Budget
+from lowtide.text.card import Card
 
 if TYPE_CHECKING:
     from lowtide.planner.fit import Fit
@@ -150,7 +151,7 @@ def rehearsed(asked: Asked, setup: Setup) -> Rehearsal:
     return rehearsal
 
 
-def predicted(asked: Asked, budget: int | None = None) -> tuple[Setup, Fit]:
+def predicted(asked: Asked, budget: int | Card | None = None) -> tuple[Setup, Fit]:
     """What was asked for, built and predicted; on a terminal that is shown."""
     from lowtide.planner.fit import fit
     from lowtide.text.progress import stages

@@ -1,8 +1,9 @@
 """Ops that PyTorch takes apart in one way when it traces them and in another when it runs them.
 
 Tracing does so in Python, not always into the kernels that run otherwise: an `upsample_*` becomes sums of
-products, a recurrent layer cell after cell, of which `dropout` is forgotten. So the results differ from plain
-training's. With these out of the way, tracing goes the way that running does.
+products, a recurrent layer cell after cell, of which `dropout` is forgotten, and a product of rows of which
+every second number counts one for each batch. So the results differ from plain training's. With these out of
+the way, tracing goes the way that running does.
 
 And one is not taken apart that has to be: the kernel that makes an affine grid calls a matrix product, which
 autocast has in half precision, and nobody who sees only the grid knows.
@@ -34,6 +35,7 @@ _NAMES = (
     *(f"{kind}{axes}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for axes in (1, 2, 3)),
     *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
     *("hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward", "stft", "istft"),
+    "matmul",
 )
 _KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 

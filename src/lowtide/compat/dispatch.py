@@ -16,6 +16,14 @@ from lowtide.compat.tensors import tensors_in
 
 PRIVATE = (
     Private("torch.utils._python_dispatch.TorchDispatchMode", "sees every op on its way to its kernel"),
+    Private(
+        "torch.utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",
+        "a mode that says yes is off while Dynamo compiles, and sees what runs then",
+    ),
+    Private(
+        "torch.utils._python_dispatch.TorchDispatchMode.supports_higher_order_operators",
+        "a mode that says yes is handed torch.cond and its like",
+    ),
     Private("torch.utils._python_dispatch._disable_current_modes", "runs an op for real in a dry run"),
     Private(
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -21,6 +22,10 @@ PRIVATE = (
         parameters=("enabled", "context", "stacks", "max_entries", "device"),
     ),
     Private("torch.cuda.memory._snapshot", "what the caching allocator has written down"),
+    Private(
+        "torch._C._accelerator_setAllocatorSettings",
+        "switches expandable segments on where a budget is a card",
+    ),
     Private(
         "torch._C._cuda_clearCublasWorkspaces",
         "has cuBLAS take its memory again, to be counted",
@@ -57,3 +62,13 @@ def history(where: torch.device) -> Iterator[Callable[[], Any]]:
 def clear_cublas_workspaces() -> None:
     """cuBLAS gives back the memory that it keeps, and takes it again when it is next used."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def segments_expand() -> bool:
+    """Whether PyTorch's allocator can have expandable segments on this platform: not on Windows or ROCm."""
+    return sys.platform != "win32" and torch.version.hip is None
+
+
+def switch_expandable_segments_on() -> None:
+    """Let CUDA's allocator have expandable segments from now on; segments that it has stay as they are."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -46,6 +46,11 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def is_made(module: nn.Module) -> bool:
+    """Whether a module's constructor has come so far that it can be asked what it has."""
+    return vars(module).keys() >= OWN_ATTRIBUTES
+
+
 def updates_statistics(module: nn.Module) -> bool:
     """Whether a forward of `module` would write to all its buffers and read none: PyTorch's norms do."""
     is_norm = isinstance(module, nn.modules.batchnorm._NormBase) and module.training

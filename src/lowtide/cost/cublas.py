@@ -31,9 +31,14 @@ _MATRIX_PRODUCTS = frozenset(
 )
 
 
+def multiplies_matrices(target: str) -> bool:
+    """Whether an op is a product of matrices: cuBLAS does it, and keeps memory from then on."""
+    return target.rsplit(".", 1)[0] in _MATRIX_PRODUCTS
+
+
 def threads_using_matrix_products(graph: Graph) -> tuple[bool, bool]:
     """Whether the step multiplies matrices in the main thread, and in the backward's."""
-    phases = {op.phase for op in graph.ops if op.target.rsplit(".", 1)[0] in _MATRIX_PRODUCTS}
+    phases = {op.phase for op in graph.ops if multiplies_matrices(op.target)}
     return bool(phases & {Phase.FORWARD, Phase.OPTIMIZER}), bool(phases & {Phase.BACKWARD, Phase.RECOMPUTE})
 
 

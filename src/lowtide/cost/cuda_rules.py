@@ -35,14 +35,17 @@ from lowtide.ir.simulate import CUDA
 from lowtide.ir.validate import item_bytes
 
 CONTEXT_BYTES = 693 << 20  # what driver and libraries take for a process with torch; H200, CUDA 13
-_CUBLAS_BYTES = 32 << 20  # per thread on Hopper; 8.1 MiB on older cards
-_CUBLASLT_BYTES = 1 << 20  # per thread that adds a bias to a product; seen with torch 2.11
+CUBLAS_BYTES = 32 << 20  # per thread on Hopper; 8.1 MiB on older cards
+CUBLASLT_BYTES = 1 << 20  # per thread that adds a bias to a product; seen with torch 2.11
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def cuda_rules() -> Iterator[None]:
+def cuda_rules(*, for_real: bool = False) -> Iterator[None]:
     """While the block runs, dropout and attention choose their kernels as on CUDA, and autocast works.
+
+    `for_real` says that the step is computed, by kernels that the CPU has: its attention, which keeps no
+    scores either, unless something is dropped out of them; so nothing is.
 
     Autocast for CUDA is entered as autocast for the CPU tensors that stand for CUDA's. The two differ in
     which ops they run in 32 bits; of those only cross entropy, the one that weighs, is imitated.
@@ -52,7 +55,7 @@ def cuda_rules() -> Iterator[None]:
     """
     get_overridable_functions()  # Dynamo asks once a process, and must not see what stands in for them
     dropout = partial(_dropout, F.dropout)
-    attention = partial(_attention, F.scaled_dot_product_attention)
+    attention = partial(_attention_of_cpu if for_real else _attention, F.scaled_dot_product_attention)
     cross_entropy = partial(_cross_entropy, F.cross_entropy)
     enter = torch.autocast.__init__
 
@@ -136,6 +139,21 @@ def _attention(
     return result[0]
 
 
+def _attention_of_cpu(
+    plain: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What keeps no scores on the CPU: its own kernel, which drops nothing out."""
+    return plain(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
 # Costs ----------------------------------------------------------------------------------------------
 
 
@@ -150,9 +168,14 @@ def price(graph: Graph) -> Graph:
         else op
         for op in graph.ops
     )
-    library = _CUBLAS_BYTES * sum(threads_using_matrix_products(graph))
-    library += _CUBLASLT_BYTES * sum(threads_using_biased_products(graph))
+    library = CUBLAS_BYTES * sum(threads_using_matrix_products(graph))
+    library += CUBLASLT_BYTES * sum(threads_using_biased_products(graph))
     return with_library(replace(graph, ops=ops, profiled_on=BY_RULE), library)
+
+
+def takes_workspace(target: str) -> bool:
+    """Whether kernels of an op are known to take more than their outputs."""
+    return short_name(target) in _WORKSPACE
 
 
 def _convolution(op: Op, graph: Graph) -> int:

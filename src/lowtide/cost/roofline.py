@@ -1,9 +1,12 @@
-"""How long CUDA's kernels take on an H200, estimated from what they compute and what they move.
+"""How long CUDA's kernels take, estimated from what they compute and what they move.
 
 A kernel takes as long as the slower of the two takes at the rate that is usual for its kind, and never less
 than it takes to launch one. The rates are those of an H200 with PyTorch's defaults (convolutions in TF32,
 matrix products in full 32 bits), fitted to whole measured steps and rounded;
 `benchmarks/prediction/roofline.py` fits them, and says how well they hold for steps that were not fitted.
+
+Another card is taken to reach the same part of what its vendor names as an H200 does of its own: `rates_of`.
+Nobody has measured how well that holds.
 
 It is an estimate: measured steps were off by up to a quarter. A plan made with it is legal all the same.
 """
@@ -11,6 +14,7 @@ It is an estimate: measured steps were off by up to a quarter. A plan made with 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -43,7 +47,7 @@ class Rate:
     bytes: float
 
 
-RATES = {
+RATES: Mapping[Pace, Rate] = {
     Pace.CONVOLUTION: Rate(150e12, 0.9e12),
     Pace.MATRIX: Rate(50e12, 4.5e12),
     Pace.MATRIX_HALF: Rate(790e12, 4.5e12),
@@ -55,14 +59,44 @@ RATES = {
 LAUNCH_SECONDS = 20e-6
 
 
-def with_estimated_seconds(graph: Graph) -> Graph:
+@dataclass(frozen=True)
+class Nominal:
+    """What a vendor names: operations a second in 32 bits, in TF32 and in 16, and bytes a second."""
+
+    full_flops: float
+    tensor_flops: float
+    half_flops: float
+    bandwidth: float
+
+    def flops(self, pace: Pace) -> float:
+        """Those of the type that a kind of kernel computes in."""
+        if pace is Pace.CONVOLUTION:
+            return self.tensor_flops
+        return self.half_flops if pace in (Pace.MATRIX_HALF, Pace.ATTENTION_HALF) else self.full_flops
+
+
+_H200 = Nominal(67e12, 494e12, 989e12, 4800e9)
+
+
+def rates_of(nominal: Nominal) -> Mapping[Pace, Rate]:
+    """What kinds of kernels reach on a card, if they reach the same part of what is named as on an H200."""
+    return {
+        pace: Rate(
+            rate.flops * nominal.flops(pace) / _H200.flops(pace),
+            rate.bytes * nominal.bandwidth / _H200.bandwidth,
+        )
+        for pace, rate in RATES.items()
+    }
+
+
+def with_estimated_seconds(graph: Graph, rates: Mapping[Pace, Rate] = RATES) -> Graph:
     """`graph` with an estimate of how long each op takes. Ops that are alike are looked at once."""
     known: dict[object, float] = {}
     ops: list[Op] = []
     for op in graph.ops:
         kind = _kind(op, graph)
         if kind not in known:
-            known[kind] = estimated_seconds(op, graph)
+            known[kind] = estimated_seconds(op, graph, rates)
         ops.append(replace(op, seconds=known[kind]))
     return replace(graph, ops=tuple(ops))
 
@@ -79,10 +113,10 @@ def _kind(op: Op, graph: Graph) -> object:
     return op.target, told, tuple(looks)
 
 
-def estimated_seconds(op: Op, graph: Graph) -> float:
-    """How long `op` takes, by the rates of its kind."""
+def estimated_seconds(op: Op, graph: Graph, rates: Mapping[Pace, Rate] = RATES) -> float:
+    """How long `op` takes, by the rates of its kind: an H200's, unless others are given."""
     flops = flops_of(graph, op)
-    rate = RATES[_pace(op, graph, flops)]
+    rate = rates[_pace(op, graph, flops)]
     return max(LAUNCH_SECONDS, flops / rate.flops, moved_bytes(op, graph) / rate.bytes)
 
 

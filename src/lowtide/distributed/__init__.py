@@ -35,9 +35,11 @@ from lowtide.execute.identity import described_inputs, fingerprint
 from lowtide.execute.ops_forward import Model, reroute
 from lowtide.planner.api import ON_NEW_SHAPE, refuse_cutting, refuse_op_level_requests
 from lowtide.planner.layers import Rehearsal
+from lowtide.planner.on_card import expand_segments
 from lowtide.solvers import default_method, is_scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.text.budget import Budget
+from lowtide.text.card import Card
 from lowtide.trace.spec import SpecOf, StepSpec
 from lowtide.trace.step import (
     OPTIMIZERS,
@@ -60,7 +62,7 @@ def plan(
     example: Example,
     *,
     engine: Engine,
-    budget: str | int | None = None,
+    budget: str | int | Card | None = None,
     method: str | None = None,
     loss: Loss | None = None,
     optimizer: Updates | None = None,
@@ -115,7 +117,7 @@ def optimize(
     example: Example | None = None,
     *,
     engine: Engine,
-    budget: str | int | None = None,
+    budget: str | int | Card | None = None,
     method: str | None = None,
     loss: Loss | None = None,
     optimizer: Updates | None = None,
@@ -143,6 +145,9 @@ def optimize(
     """
     if on_new_shape not in ON_NEW_SHAPE:
         raise BadRequest(f"on_new_shape is {on_new_shape!r}; it is one of {', '.join(ON_NEW_SHAPE)}.")
+    asked = Budget.parse(budget)
+    if asked.card is not None:
+        expand_segments(stacklevel=3)
     spec_of = partial(
         StepSpec,
         loss=loss,
@@ -155,7 +160,7 @@ def optimize(
     )
     planner = _Planner(
         engine,
-        Budget.parse(budget),
+        asked,
         method,
         spec_of,
         optimizer,
@@ -234,7 +239,7 @@ class _Planner:
         example = Arguments(args, kwargs)
         decide = self._ops if self.plans_ops else self._layers
         plan = agreed(lambda: decide(model, example), self._facts(model, example), self.timeout_seconds)
-        if plan.budget_bytes is not None:
+        if plan.budget_bytes is not None and self.budget.card is None:
             self.budget = Budget.parse(plan.budget_bytes)
         return plan
 

@@ -20,6 +20,7 @@ from lowtide.distributed.fsdp import Shard, hollow, trace_sharded
 from lowtide.execute.apply import apply, set_aside
 from lowtide.ir.graph import Graph
 from lowtide.planner.layers import Rehearsal
+from lowtide.planner.on_card import Beside
 from lowtide.planner.ops import StepBudget
 from lowtide.solvers.chains.worst import worst_moment
 from lowtide.solvers.solution import Solution
@@ -62,6 +63,11 @@ class ReplicatedBudget(StepBudget):
 
     engine: Replicated = field(default_factory=Replicated)
 
+    @property
+    def beside(self) -> Beside:
+        """With what NCCL takes."""
+        return Beside.of(distributed=True)
+
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """The plain model, with its outputs as DDP gives them out."""
@@ -79,6 +85,11 @@ class ReplicatedRehearsal(Rehearsal):
 
     engine: Replicated = field(default_factory=Replicated)
 
+    @property
+    def beside(self) -> Beside:
+        """With what NCCL takes."""
+        return Beside.of(distributed=True)
+
     def _trace(self, solution: Solution | None) -> Trace:
         with self.engine.around(self.model):
             trace = super()._trace(solution)
@@ -90,6 +101,11 @@ class ShardedRehearsal(Rehearsal):
     """A step that is planned by layers and tried out with the engine at work."""
 
     engine: Sharded = field(kw_only=True)
+
+    @property
+    def beside(self) -> Beside:
+        """With what NCCL takes."""
+        return Beside.of(distributed=True)
 
     def chain(
         self, granularity: str | Granularity = Granularity.LAYER, modules: Collection[str] | None = None

@@ -35,7 +35,7 @@ from lowtide.execute.out_variants import (
     writer,
 )
 from lowtide.execute.residents import Residents
-from lowtide.ir.graph import Arg, Graph, Op, Ref, Symbol, refs
+from lowtide.ir.graph import OPTIMIZER_STEP, Arg, Graph, Op, Ref, Symbol, refs
 from lowtide.ir.recomputable import does_nothing
 from lowtide.ir.schedule import Compute, Free, Schedule, straight
 from lowtide.ir.simulate import simulate
@@ -43,7 +43,7 @@ from lowtide.ir.strides import is_dense
 from lowtide.ir.validate import item_bytes
 
 Thunk = Callable[[], object]
-_NOT_IN_THE_GRAPH = ("lowtide.optimizer.step", "aten.lift_fresh.default")
+_NOT_IN_THE_GRAPH = (OPTIMIZER_STEP, "aten.lift_fresh.default")
 
 
 def evaluate(
@@ -102,6 +102,7 @@ class Executor:
             self._tensors_of.setdefault(tensor.value, []).append(tensor.id)
         self._slots: dict[int, list[tuple[list[Any], int]]] = {}  # where tensors of residents are passed
         self._tape: list[Thunk] = []  # with static memory: what a step calls, ready to be called again
+        self._is_taped = False  # a whole step, and not one that was interrupted
         self._recorded: torch.cuda.CUDAGraph | None = None
         self._writers: dict[int, Writer] = {}
         self.bind(given)
@@ -132,7 +133,7 @@ class Executor:
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             if self._recorded is not None:
                 self._recorded.replay()
-            elif self._tape:
+            elif self._is_taped:
                 for thunk in self._tape:
                     thunk()
             else:
@@ -147,16 +148,17 @@ class Executor:
         Raises:
             BadRequest: memory is not static, the device is not CUDA, or nothing has run yet.
         """
-        if self.memory is not Memory.STATIC or self.device.type != "cuda" or not self._tape:
+        if self.memory is not Memory.STATIC or self.device.type != "cuda" or not self._is_taped:
             raise BadRequest("only a step that has run in static memory on CUDA can be recorded")
         recorded = torch.cuda.CUDAGraph()
-        self._tape.clear()
-        self._slots.clear()
         with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.cuda.graph(recorded):
             self._walk()  # once more: under recording, some kernels return their seeds elsewhere
         self._recorded = recorded
 
     def _walk(self) -> None:
+        self._is_taped = False
+        self._tape.clear()
+        self._slots.clear()
         for value in self.graph.creator:  # what the last step left
             self._forget(value)
         times: dict[int, int] = {}
@@ -167,6 +169,7 @@ class Executor:
                     self._compute(self.graph.ops[op], time)
                 case Free(value):
                     self._free(value)
+        self._is_taped = self.memory is Memory.STATIC
 
     def _free(self, value: int) -> None:
         if value in self.graph.creator:

@@ -18,14 +18,18 @@ class Residents:
         self.graph = graph
         self._values = residents_by_name(graph)
         self._given: dict[int, torch.Tensor] = {}
+        self._unsettled: set[int] = set()  # values whose new place may not be known wherever it is used
 
     def take(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Address]]:
         """Use these tensors from now on: the values that are somewhere else than before, and where."""
         for value, tensor in self._checked(given):
             place, before = self._place(value, tensor), self._given.get(value)
-            self._given[value] = tensor.detach()
             if before is None or not place.is_at(self._place(value, before)):
+                self._unsettled.add(value)
+            self._given[value] = tensor.detach()
+            if value in self._unsettled:
                 yield value, place
+                self._unsettled.discard(value)
 
     def copy(self, given: Mapping[str, torch.Tensor]) -> None:
         """Copy these tensors to where those in use are. Only a batch can be: all else is the model's."""

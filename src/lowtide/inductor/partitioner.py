@@ -32,7 +32,8 @@ from lowtide.ir.graph import Graph, Role, Value
 from lowtide.solvers import solve
 from lowtide.solvers.refereed import SINGLE_OPS
 from lowtide.solvers.solution import GraphSolution
-from lowtide.text.budget import LOWEST, Budget, parse_bytes
+from lowtide.text.budget import LOWEST, Budget
+from lowtide.text.sizes import parse_bytes
 
 
 class Partitioner(CustomPartitionerFn):
@@ -53,7 +54,7 @@ class Partitioner(CustomPartitionerFn):
     """
 
     def __init__(self, budget: str | int = LOWEST, elsewhere: str | int = 0, profile: bool = True) -> None:
-        asked = Budget.parse(budget)
+        asked = Budget.of_a_peak(budget)
         if str(budget).strip().endswith("%"):
             raise BadRequest(
                 f"a partitioner does not know the plain peak, of which {budget} is to be a part. Give a "

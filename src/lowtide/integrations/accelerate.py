@@ -12,6 +12,7 @@ from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
 from lowtide.planner.batch_steps import BatchOf
 from lowtide.planner.lengths import Lengths
 from lowtide.solvers.method import Method, Scheduler
+from lowtide.text.card import Card
 from lowtide.text.progress import bar_while_planning
 from lowtide.trace.step import Loss
 
@@ -29,7 +30,7 @@ def prepare(
     model: nn.Module,
     optimizer: Any,
     *others: Any,
-    budget: str | int,
+    budget: str | int | Card,
     method: str | Method | Scheduler | None = None,
     loss: Loss | None = None,
     on_new_shape: str = "plan",

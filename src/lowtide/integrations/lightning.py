@@ -25,6 +25,7 @@ from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
 from lowtide.solvers import is_scheduler
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
+from lowtide.text.card import Card
 from lowtide.text.progress import bar_while_planning
 from lowtide.trace.step import Loss
 
@@ -75,7 +76,7 @@ class LowtideCallback(Callback):  # type: ignore[misc]
 
     def __init__(
         self,
-        budget: str | int,
+        budget: str | int | Card,
         *,
         module: str | None = None,
         loss: Loss | None = None,

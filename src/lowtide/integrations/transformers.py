@@ -19,6 +19,7 @@ from lowtide.integrations.epoch import WorstBatch, by_keyword, look_ahead
 from lowtide.integrations.ranks import optimize_where_it_trains
 from lowtide.solvers.method import Method, Scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
+from lowtide.text.card import Card
 from lowtide.text.progress import bar_while_planning
 from lowtide.trace.step import Loss
 
@@ -81,7 +82,7 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self,
-        budget: str | int,
+        budget: str | int | Card,
         *,
         method: str | Method | Scheduler | None = None,
         loss: Loss | None = None,

@@ -68,6 +68,9 @@ class StepName(StrEnum):
     LOSS_GRADIENT = "gradient of the loss"  # a value that is given, where the backward begins
 
 
+OPTIMIZER_STEP = "lowtide.optimizer.step"  # the op that stands for all that an optimizer does
+
+
 def gradient_name(parameter: str) -> str:
     """What the gradient of a parameter is called, as a value and as a result."""
     return f"{parameter}.grad"

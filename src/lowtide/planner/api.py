@@ -26,11 +26,13 @@ from lowtide.planner.by_classes import ByClasses, Foreseen, ahead_of
 from lowtide.planner.ladder import AnySolution, Ladder
 from lowtide.planner.layers import Rehearsal, granularity_named
 from lowtide.planner.lengths import Lengths
+from lowtide.planner.on_card import expand_segments
 from lowtide.planner.verify import tried
 from lowtide.solvers import at_effort, default_method, is_scheduler, refuse_lowest
 from lowtide.solvers.method import Effort, Method, Scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
 from lowtide.text.budget import Budget
+from lowtide.text.card import Card
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.losses import LossOfAnyBatch, learn_of_loss
 from lowtide.trace.spec import SpecOf, StepSpec
@@ -53,7 +55,7 @@ def plan(
     model: nn.Module,
     example: Example,
     *,
-    budget: str | int | None = None,
+    budget: str | int | Card | None = None,
     method: str | Method | Scheduler | None = None,
     effort: str = Effort.FULL,
     loss: Loss | None = None,
@@ -72,13 +74,18 @@ def plan(
 ) -> Solution | GraphSolution:
     """Plan what to recompute when `model` trains on a batch like `example`.
 
-    With a `budget` (bytes, "8GiB", a part of the plain peak, "60%", or "min" for the lowest peak that can be
-    reached) the step is planned op by op unless `method` says otherwise: the peak of the whole step is
-    within the budget, and the plan adds as little time as it can. A step that cannot be captured (it looks at
+    With a `budget` (bytes, "8GiB", a part of the plain peak, "60%", "min" for the lowest peak that can be
+    reached, or a card: "24GiB card", "rtx4090", `lowtide.Card("24GiB", reserve="1GiB")`) the step is planned
+    op by op unless `method` says otherwise: the peak of the whole step is within the budget, and the plan
+    adds as little time as it can. A step that cannot be captured (it looks at
     numbers that exist only when it runs, say) is planned layer by layer instead: `solution.remark` and a
     warning say why. The method "ops" insists on op by op. `accumulate` counts the backward
     calls between two updates; with more than one, gradients are there when a forward begins. With `effort`
     "quick" the search is four times as fast, and the plan adds a little more time.
+
+    A card has to hold everything that the process takes from the device: the segments that PyTorch's
+    allocator reserves, replayed from the first step of a training on with expandable segments, the CUDA
+    context and libraries, and what others hold of it. `lowtide.optimize` switches these segments on.
 
     With `tiles` stretches of the step may run in slices, along a dimension that their ops treat independently
     (tokens, or the examples of a batch): so the peak goes below what a single op needs, and a budget may cost
@@ -145,7 +152,7 @@ def optimize(
     model: Model,
     example: Example | BatchOf | Foreseen | None = None,
     *,
-    budget: str | int | None = None,
+    budget: str | int | Card | None = None,
     method: str | Method | Scheduler | None = None,
     effort: str = Effort.FULL,
     loss: Loss | None = None,
@@ -197,6 +204,8 @@ def optimize(
     _refuse_compiled(model)
     check_optimizer(optimizer)
     asked = Budget.parse(budget)
+    if asked.card is not None:
+        expand_segments(stacklevel=3)
     method = method or default_method(asked)
     chosen = at_effort(method, effort)
     Kernels.named(kernels)
@@ -355,7 +364,8 @@ class _Again:
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Solution:
         rehearsal = Rehearsal.of(self.spec_of(model, Arguments(args, kwargs)))
-        self.budget = Budget.parse(rehearsal.bytes_of(self.budget))
+        if self.budget.card is None:
+            self.budget = Budget.parse(rehearsal.bytes_of(self.budget))
         found = rehearsal.within(rehearsal.chain(self.granularity, self.modules), self.method, self.budget)
         if self.to_verify:
             _tried_or_taken_off(rehearsal.spec, found, rehearsal.plain)

@@ -22,10 +22,12 @@ from lowtide.errors import BadRequest, InfeasibleBudget
 from lowtide.execute.apply import apply
 from lowtide.planner.batch_search import PlainGoal, PlannedGoal, Reached, settled
 from lowtide.planner.batch_steps import MOST, AnyBatch, Batch, BatchOf, Steps, Telling
+from lowtide.planner.on_card import card_to_json
 from lowtide.planner.real_step import RealStep
 from lowtide.solvers import default_method, is_scheduler, schedulers
 from lowtide.solvers.method import Scheduler
-from lowtide.text.budget import LOWEST, Budget, parse_bytes
+from lowtide.text.budget import LOWEST, Budget
+from lowtide.text.card import Card
 from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import Loss, Updates, declared
 
@@ -53,6 +55,7 @@ class LargestBatch:
     multiple_of: int = 1
     tiles: bool = False
     notes: tuple[str, ...] = ()
+    card: Card | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the plan itself, as JSON can hold it."""
@@ -62,6 +65,7 @@ class LargestBatch:
             "optimizer": self.optimizer,
             "accumulate": self.accumulate,
             "memory_bytes": self.memory_bytes,
+            "card": None if self.card is None else card_to_json(self.card),
             "time_limit": self.time_limit,
             "multiple_of": self.multiple_of,
             "tiles": self.tiles,
@@ -78,7 +82,7 @@ def largest_batch(
     model: nn.Module,
     batch_of: BatchOf,
     *,
-    memory: str | int,
+    memory: str | int | Card,
     loss: Loss | None = None,
     time_limit: float | None = None,
     optimizer: Updates | None = None,
@@ -99,6 +103,10 @@ def largest_batch(
     `Batch(example, loss)`. The step, `optimizer`, `accumulate`, `device` and `profile` are as in
     `lowtide.plan`. Batches are multiples of `multiple_of`, and 2**20 at most.
 
+    A `memory` of "24GiB card", a name ("rtx4090") or `lowtide.Card("24GiB", reserve="1GiB")` is all that a
+    card has: batches are those at which a training, its first steps included, takes no more than that of it,
+    with expandable segments on. Without that word it is what PyTorch calls allocated.
+
     With a `time_limit` of 1.2, a planned step takes 1.2 times as long as without recomputation, at most. With
     `tiles` stretches of it may run in slices, as in `lowtide.plan`: that counts as time it takes.
 
@@ -114,8 +122,9 @@ def largest_batch(
         BadRequest: an argument makes no sense, or there are no times to hold a time limit against.
         CannotTrace, CannotCapture: as in `lowtide.plan`.
     """
-    memory_bytes = parse_bytes(memory)
-    chosen = method or default_method(Budget.parse(memory_bytes))
+    asked_for = Budget.parse(memory)
+    card, memory_bytes = asked_for.card, memory_bytes_of(asked_for)
+    chosen = method or default_method(asked_for)
     _check(chosen, time_limit, multiple_of)
 
     def spec_of(batch: int) -> StepSpec:
@@ -124,16 +133,18 @@ def largest_batch(
         example, whole = declared(at.example, at.loss or loss)
         return StepSpec(model, example, whole, optimizer, accumulate, device, profile, name, progress, tiles)
 
-    asked = AnyBatch(spec_of, multiple_of, device, profile, telling)
+    asked = AnyBatch(spec_of, multiple_of, device, profile, telling, card)
     steps = Steps(asked, memory_bytes)
-    plain = settled(steps, PlainGoal(memory_bytes), 1)
-    planned = settled(steps, PlannedGoal(memory_bytes, chosen, time_limit), plain.batch if plain else 1)
+    plain = settled(steps, PlainGoal(memory_bytes, card), 1)
+    goal = PlannedGoal(memory_bytes, card, method=chosen, time_limit=time_limit)
+    planned = settled(steps, goal, plain.batch if plain else 1)
     if planned is None:
         _refuse_if_hopeless(steps, memory_bytes, chosen)
     return LargestBatch(
         model=name or type(model).__name__,
         device=steps.device,
         memory_bytes=memory_bytes,
+        card=card,
         plain=plain,
         planned=planned,
         sampled=steps.sampled,
@@ -165,6 +176,17 @@ def measure_reached(
     return step.measured(timed=1)
 
 
+def memory_bytes_of(asked: Budget) -> int:
+    """The size of a memory, or of a card. Raises BadRequest if it is none."""
+    if asked.card is not None:
+        return asked.card.memory_bytes
+    if asked.bytes is None:
+        raise BadRequest(
+            f"the memory is {asked}, and it is a size: 24GiB, or '24GiB card' for all of a card."
+        )
+    return asked.bytes
+
+
 def _check(method: str | Scheduler, time_limit: float | None, multiple_of: int) -> None:
     if not is_scheduler(method):
         raise BadRequest(
@@ -183,6 +205,9 @@ def _check(method: str | Scheduler, time_limit: float | None, multiple_of: int) 
 def _refuse_if_hopeless(steps: Steps, memory_bytes: int, method: str | Scheduler) -> None:
     """Raise InfeasibleBudget if the smallest batch cannot be had at any price."""
     smallest = steps.captured(steps.unit)
+    if smallest.card is not None:
+        smallest.solve(method, smallest.card)
+        return
     least = smallest.solve(method, LOWEST)
     needed = smallest.promised_bytes(least)
     if needed > memory_bytes:

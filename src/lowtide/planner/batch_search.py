@@ -19,6 +19,7 @@ from lowtide.solvers import solve
 from lowtide.solvers.method import Scheduler
 from lowtide.solvers.solution import GraphSolution
 from lowtide.text.budget import LOWEST
+from lowtide.text.card import Card
 
 _TRIES = 6
 _NOTCHES = 64  # how finely the memory is divided in looking for a schedule within a time limit
@@ -82,9 +83,14 @@ def _extra_ratio(solution: GraphSolution) -> float:
 
 @dataclass(frozen=True)
 class Goal(ABC):
-    """What is to fit."""
+    """What is to fit: in a peak of so many bytes, or on a card of so many, of which others hold some."""
 
     memory_bytes: int
+    card: Card | None = None
+
+    def on(self, step: StepBudget, memory_bytes: int) -> StepBudget:
+        """The step on a card of that size, if it is a card that is to hold it."""
+        return step if self.card is None else step.on(Card(memory_bytes, self.card.reserve_bytes))
 
     @abstractmethod
     def reached(self, step: StepBudget, batch: int, memory_bytes: int) -> Reached | None:
@@ -144,26 +150,27 @@ class PlainGoal(Goal):
     """The step as it is written."""
 
     def reached(self, step: StepBudget, batch: int, memory_bytes: int) -> Reached | None:
-        needed = step.plain_peak_bytes
+        needed = self.on(step, memory_bytes).plain_needed_bytes
         if needed > memory_bytes:
             return None
         seconds = sum(op.seconds for op in step.plain.graph.ops)
         return Reached(batch, step.plain.peak_bytes, needed, seconds or None)
 
     def needed_bytes(self, step: StepBudget) -> int:
-        return step.plain_peak_bytes
+        return step.plain_needed_bytes
 
 
 @dataclass(frozen=True)
 class PlannedGoal(Goal):
     """The step with a plan, within the memory and the time limit."""
 
-    method: str | Scheduler
-    time_limit: float | None
+    method: str | Scheduler = field(kw_only=True)
+    time_limit: float | None = field(kw_only=True)
 
     def reached(self, step: StepBudget, batch: int, memory_bytes: int) -> Reached | None:
+        step = self.on(step, memory_bytes)
         try:
-            solution = step.solve(self.method, memory_bytes)
+            solution = step.solve(self.method, memory_bytes if step.card is None else step.card)
         except InfeasibleBudget:
             return None
         if not self._in_time(solution):

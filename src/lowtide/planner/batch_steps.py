@@ -13,7 +13,9 @@ from lowtide.cost.price import with_costs_by_rule
 from lowtide.ir.graph import Graph
 from lowtide.planner.batch_family import DoesNotScale, Family, check_same_sizes, family_of, with_costs_of
 from lowtide.planner.largest import largest_that
+from lowtide.planner.on_card import timed_for
 from lowtide.planner.ops import StepBudget
+from lowtide.text.card import Card
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import Example, Loss
@@ -45,6 +47,7 @@ class AnyBatch:
     device: str | torch.device | None
     profile: bool
     telling: Telling | None
+    card: Card | None = None  # what the memory is, if it is no peak's
 
     @property
     def by_rule(self) -> bool:
@@ -80,7 +83,9 @@ class Steps:
         if self.lines is None:
             return self.captured(batch)
         if batch not in self._made:
-            self._made[batch] = Predicted(self.lines.small.spec, lines=self.lines, batch=batch)
+            self._made[batch] = Predicted(
+                self.lines.small.spec, lines=self.lines, batch=batch, card=self.asked.card
+            )
         return self._made[batch]
 
     def captured(self, batch: int) -> StepBudget:
@@ -89,12 +94,14 @@ class Steps:
             self.asked.tell(f"capturing the step at batch {batch}")
             spec = self._noted(batch)
             if self.lines is None:
-                self._real[batch] = Captured(spec)
+                self._real[batch] = Captured(spec, card=self.asked.card)
             else:
                 expected = self.predicted(batch)
                 estimated = self.asked.profile and self._is_long(expected)
                 spec = replace(spec, profile=self.asked.profile and not estimated)
-                self._real[batch] = Captured(spec, expected=expected, estimated=estimated)
+                self._real[batch] = Captured(
+                    spec, expected=expected, estimated=estimated, card=self.asked.card
+                )
         return self._real[batch]
 
     def _is_long(self, step: StepBudget) -> bool:
@@ -212,14 +219,15 @@ class Predicted(StepBudget):
 
     def priced(self, graph: Graph) -> Graph:
         """Nothing is run for it: slices take their part of what lines tell, or what the rules say."""
-        return self.lines.priced(graph)
+        return timed_for(self.card, self.lines.priced(graph))
 
     @cached_property
     def plain(self) -> Trace:
         """The dry run, as it would be."""
-        return self.lines.plain_at(self.batch)
+        trace = self.lines.plain_at(self.batch)
+        return replace(trace, graph=timed_for(self.card, trace.graph))
 
     @cached_property
     def graph(self) -> Graph:
         """The captured step, as it would be."""
-        return self.lines.graph_at(self.batch)
+        return timed_for(self.card, self.lines.graph_at(self.batch))

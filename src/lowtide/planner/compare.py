@@ -24,6 +24,7 @@ from lowtide.solvers import refuse_lowest, schedulers
 from lowtide.solvers.method import Method
 from lowtide.solvers.solution import Confirmation, Solution
 from lowtide.text.budget import Budget
+from lowtide.text.card import Card
 from lowtide.text.units import format_bytes
 from lowtide.trace.step import arguments, optimizer_name
 
@@ -93,7 +94,7 @@ def compare(
     methods: Sequence[str | Method] | None = None,
     granularity: str | Granularity = Granularity.LAYER,
     modules: Collection[str] | None = None,
-    budget: str | int | None = None,
+    budget: str | int | Card | None = None,
     measure: bool = False,
     repeats: int = 5,
     progress: Progress | None = None,
@@ -120,7 +121,7 @@ def compare(
     if repeats < 1:
         raise BadRequest(f"steps cannot be timed {repeats} times; give 1 or more.")
     check_methods(methods or ())
-    asked = Budget.parse(budget)
+    asked = Budget.of_a_peak(budget)
     refuse_lowest(asked)
     device = _measurable(rehearsal) if measure else None
     chain = rehearsal.chain(granularity, modules)

@@ -15,7 +15,10 @@ from lowtide.cost.profile import Progress
 from lowtide.ir.cuda_allocator import Reserve, cached
 from lowtide.ir.graph import Op
 from lowtide.ir.simulate import Category
-from lowtide.text.budget import parse_bytes
+from lowtide.ir.training_reserve import AllocatedRun
+from lowtide.planner.on_card import Beside, CardUse, Training, check_on_card
+from lowtide.text.card import Card, is_a_name
+from lowtide.text.sizes import parse_bytes
 from lowtide.text.units import format_bytes
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.spec import StepSpec
@@ -26,6 +29,7 @@ _NO_WORKSPACES = (
     "workspaces are not included: the step was not profiled, and kernels (convolutions above all) "
     "take memory of their own while they run"
 )
+_BEFORE_THE_CARD = "no optimizer was named: its states are not counted, which a training will need"
 _NOT_WORTH_TELLING = 4 << 20  # bytes, and a hundredth of what is not resident
 _BY_RULE = (
     "workspaces are those that CUDA's kernels are known to take: this machine has no such device to "
@@ -52,6 +56,7 @@ class Fit:
     reserved_bytes: int | None = None
     context_bytes: int | None = None
     allocated_bytes: int | None = None
+    use: CardUse | None = None  # of a card, where one is the budget
 
     @property
     def device(self) -> str:
@@ -96,11 +101,16 @@ class Fit:
     @property
     def margin_bytes(self) -> int | None:
         """What the budget leaves over; negative if it is exceeded, None without a budget."""
+        if self.use is not None:
+            spare = self.use.card.memory_bytes - self.use.taken_bytes
+            return spare if self.use.fits else -self.use.missing_bytes
         return None if self.budget_bytes is None else self.budget_bytes - self.peak_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the budget; None without a budget."""
+        """Whether the peak is within the budget, or the card holds the training; None without a budget."""
+        if self.use is not None:
+            return self.use.fits
         return None if self.margin_bytes is None else self.margin_bytes >= 0
 
     @property
@@ -128,12 +138,25 @@ class Fit:
                 "it hands out a free block whole if less than 1 MiB of it would be left over. "
                 "expandable_segments does not"
             )
-        if self.fits and self.card_bytes is not None and self.card_bytes > (self.budget_bytes or 0):
+        if self.use is not None:
+            own += self._of_the_card(self.use)
+        elif self.fits and self.card_bytes is not None and self.card_bytes > (self.budget_bytes or 0):
             own.append(
                 f"the peak is within the budget, but a card needs {format_bytes(self.card_bytes)}: "
                 "what PyTorch reserves and the CUDA context come on top. expandable_segments reserves less"
             )
         return (*own, *self.trace.graph.notes)
+
+    def _of_the_card(self, use: CardUse) -> list[str]:
+        found = [_BEFORE_THE_CARD] if self.optimizer is None else []
+        if use.fits and use.failed_by_default is not None:
+            found.append(
+                f"with PyTorch's own segments it runs out of memory in {use.failed_by_default}: set "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True (lowtide.optimize does, for a card)"
+            )
+        if use.card.known is not None and not use.card.known.is_measured:
+            found.append(f"the memory of {use.card.known.name} is nominal, less a part: see docs/card.md")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the trace itself, as JSON can hold it."""
@@ -154,6 +177,7 @@ class Fit:
             "workspaces_from": self.workspaces_from,
             "extrapolated": self.extrapolated,
             "budget_bytes": self.budget_bytes,
+            "card": None if self.use is None else self.use.to_json(),
             "fits": self.fits,
             "margin_bytes": self.margin_bytes,
             "notes": list(self.notes),
@@ -168,7 +192,7 @@ def fit(
     target: Any = None,
     optimizer: str | None = None,
     device: str | torch.device | None = None,
-    budget: str | int | None = None,
+    budget: str | int | Card | None = None,
     profile: bool = True,
     name: str | None = None,
     progress: Progress | None = None,
@@ -188,11 +212,17 @@ def fit(
     is not on this machine, workspaces are those that CUDA's kernels are known to take. Without it they are
     missing from the peak. `notes` say which.
 
+    A `budget` is bytes of the peak, or a card ("24GiB card", "rtx4090", `lowtide.Card("24GiB")`): `use` then
+    says what a training takes of it, from its first step on, with everything that is beside PyTorch.
+
     Raises:
         BadRequest: an argument makes no sense, the step has no loss, or the model itself raises; then the
             message is its traceback, shortened to the user's frames.
         CannotTrace: the dry run cannot follow the step.
     """
+    card = None
+    if isinstance(budget, Card) or (budget is not None and is_a_name(budget)):
+        card, budget = Card.parse(budget), None
     budget_bytes = None if budget is None else parse_bytes(budget)
     example, loss = declared(example, loss, target)
     trace = trace_training(
@@ -207,6 +237,7 @@ def fit(
             progress=progress,
         )
     )
+    use = None if card is None else _use(trace, card)
     here, reserve = is_here(trace.graph.device), _reserve(trace)
     return Fit(
         model=name or type(model).__name__,
@@ -218,7 +249,14 @@ def fit(
         reserved_bytes=None if reserve is None else reserve.reserved_bytes,
         context_bytes=None if reserve is None else CONTEXT_BYTES,
         allocated_bytes=None if reserve is None else reserve.allocated_bytes,
+        use=use,
     )
+
+
+def _use(trace: Trace, card: Card) -> CardUse:
+    check_on_card(card, trace.graph.device)
+    training = Training(AllocatedRun(trace.graph, trace.schedule))
+    return CardUse.of(training, card, Beside.of(distributed=False))
 
 
 def _reserve(trace: Trace) -> Reserve | None:

@@ -84,7 +84,8 @@ class Ladder:
         try:
             return self.step.within(self.method, budget)
         except InfeasibleBudget as refusal:
-            raise self._with_hint(refusal, time.perf_counter() - started) from None
+            step = self.step if budget.card is None else self.step.on(budget.card)
+            raise self._with_hint(step, refusal, time.perf_counter() - started) from None
         except (BadRequest, CannotTrace):
             raise
         except LowtideError as error:
@@ -92,11 +93,11 @@ class Ladder:
                 raise
             return self._otherwise(budget, error)
 
-    def _with_hint(self, refusal: InfeasibleBudget, seconds: float) -> InfeasibleBudget:
+    def _with_hint(self, step: StepBudget, refusal: InfeasibleBudget, seconds: float) -> InfeasibleBudget:
         """The same, with what slices would do, found in no more than the `seconds` that planning took."""
         if self.spec.tiles:
             return refusal
-        least = self.step.least_bytes_in_slices(self.method, max(seconds, _SHORT_SECONDS))
+        least = step.least_bytes_in_slices(self.method, max(seconds, _SHORT_SECONDS))
         if least is None or least > _WORTH_SAYING * refusal.least_bytes:
             return refusal
         advice = f"With tiles=True (--tiles) the least is {format_bytes(least)}. {SINGLE_OPS}"

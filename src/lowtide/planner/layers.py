@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -21,12 +21,15 @@ from lowtide.errors import RAISE_OR_CUT, BadRequest, CannotApply, InfeasibleBudg
 from lowtide.execute.apply import apply, set_aside
 from lowtide.execute.identity import fingerprint, inputs_of
 from lowtide.ir.graph import Op, Phase, Role, short_name
+from lowtide.ir.training_reserve import AllocatedRun
 from lowtide.planner.around import Around
+from lowtide.planner.on_card import Beside, Training, card_refusal, check_on_card
 from lowtide.planner.promise import allocated_bytes, numbers_bytes, promised_bytes, solved_within
 from lowtide.solvers import refuse_lowest, solve
 from lowtide.solvers.method import Method
 from lowtide.solvers.solution import Confirmation, Solution
 from lowtide.text.budget import Budget
+from lowtide.text.card import Card
 from lowtide.trace.dry_run import Trace
 from lowtide.trace.spec import StepSpec
 from lowtide.trace.step import Example, Loss, Updates, arguments
@@ -179,13 +182,29 @@ class Rehearsal:
         found = solved_within(
             wanted,
             lambda aim: around(solve(chain, method, aim)),
-            self._promised,
-            lambda least: self._refusal(least, wanted),
+            self._promised if budget.card is None else partial(self._taken_bytes, wanted),
+            lambda least: self._refusal(least, wanted, budget.card),
         )
         return replace(found, budget_bytes=wanted)
 
+    @property
+    def beside(self) -> Beside:
+        """What the process takes from a card beside this step."""
+        return Beside.of(distributed=False)
+
+    def _taken_bytes(self, left_bytes: int, solution: Solution) -> int:
+        """What a card must leave for `solution` to be safe."""
+        return self._training(solution).needed_bytes(left_bytes)
+
+    def _training(self, solution: Solution) -> Training:
+        trace = self.under(solution)
+        return Training(AllocatedRun(trace.graph, trace.schedule))
+
     def bytes_of(self, budget: Budget) -> int | None:
-        """The bytes that a budget allows; None without one."""
+        """The bytes that a budget allows, those that a card leaves; None without one."""
+        if budget.card is not None:
+            check_on_card(budget.card, self.plain.graph.device)
+            return self.beside.left_bytes(budget.card)
         return budget.bytes_of(lambda: _peak_bytes(self.plain) + numbers_bytes(self.plain.graph))
 
     def _promised(self, solution: Solution) -> int:
@@ -195,9 +214,12 @@ class Rehearsal:
         peak_bytes = self.confirm(solution).peak_bytes + (1 + again) * numbers_bytes(plain.graph)
         return promised_bytes(peak_bytes, plain.timeline.resident_bytes, plain.graph.device)
 
-    def _refusal(self, least: Solution, wanted: int) -> InfeasibleBudget:
+    def _refusal(self, least: Solution, wanted: int, card: Card | None) -> InfeasibleBudget:
         running = least.timeline.peak_op
         needed_by = "what is always there" if running is None else running.module
+        if card is not None:
+            missing_bytes = self._training(least).least_bytes(wanted) - wanted
+            return card_refusal(least.method, card, missing_bytes, needed_by)
         advice = f"{RAISE_OR_CUT} What is {least.remark}" if least.remark else RAISE_OR_CUT
         return InfeasibleBudget(least.method, wanted, self._promised(least), needed_by, advice)
 

@@ -206,7 +206,7 @@ class PeerTrial:
         yield from ((f" within {label}", peak) for label, peak in distinct_peaks(peers))
         for budget in self.wishes.budgets:
             if not budget.is_lowest:
-                yield f" within {budget}", budget.given
+                yield f" within {budget}", str(budget)
         yield ", lowest", LOWEST
 
     def _planned(self, engine: PlanEngine, label: str, budget: Budget, tiles: bool) -> PeerRow:

@@ -89,7 +89,7 @@ def compare_peers(
     )
     wishes = PeerWishes(
         method=at_effort(_METHOD, effort),
-        budgets=tuple(map(Budget.parse, budgets)),
+        budgets=tuple(map(Budget.of_a_peak, budgets)),
         compiled=compiled,
         tiles=tiles,
     )

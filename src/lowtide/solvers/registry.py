@@ -175,14 +175,14 @@ def solve(
     """
     if isinstance(problem, Graph):
         chosen = at_effort("auto" if method is None else method, effort)
-        return solve_graph(problem, _for_graph(problem, chosen), Budget.parse(budget))
+        return solve_graph(problem, _for_graph(problem, chosen), Budget.of_a_peak(budget))
     if not isinstance(problem, Chain):
         raise BadRequest(
             f"solve takes a Chain or a Graph, not a {type(problem).__name__}. "
             "Make a chain from sizes with Chain.from_sizes, or plan a model with lowtide.plan."
         )
     chosen = at_effort("hong-linear" if method is None else method, effort)
-    return _solve_chain(problem, _for_chain(chosen), Budget.parse(budget))
+    return _solve_chain(problem, _for_chain(chosen), Budget.of_a_peak(budget))
 
 
 def _solve_chain(chain: Chain, chosen: Method, budget: Budget) -> Solution:

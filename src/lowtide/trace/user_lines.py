@@ -6,7 +6,10 @@ import linecache
 import sys
 import traceback
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
 
 import torch
 
@@ -14,6 +17,7 @@ from lowtide import errors
 
 OURS = str(Path(errors.__file__).parent)  # where lowtide itself lies
 _STANDARD = f"{Path(linecache.__file__).parent}/"
+CodePlace: TypeAlias = tuple[str, int, str]  # file, line, function
 _LIBRARIES = (str(Path(torch.__file__).parent), f"{OURS}/", "<")
 
 
@@ -23,12 +27,45 @@ def is_users(filename: str) -> bool:
     return filename.startswith(f"{OURS}/zoo") or not (is_pythons or filename.startswith(_LIBRARIES))
 
 
+_is_users = cache(is_users)
+
+
 def current_line() -> str:
     """The innermost line of user code that is running now: 'model.py:12, in forward: `if x.sum() > 0:`'."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return _describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def current_places() -> tuple[CodePlace, CodePlace]:
+    """The same line, not put into words yet: where many are asked for. And the one of no installed package.
+
+    The two are the same unless a line of a package (a model from transformers, say) is innermost.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    innermost = _place(frame)
+    outer: FrameType | None = frame
+    while outer is not None and not _is_own(outer.f_code.co_filename):
+        outer = outer.f_back
+    return innermost, innermost if outer is None else _place(outer)
+
+
+def _place(frame: FrameType) -> CodePlace:
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+
+
+@cache
+def _is_own(filename: str) -> bool:
+    return is_users(filename) and not _is_installed(filename)
+
+
+@cache
+def place_in_words(place: CodePlace) -> str:
+    """A line as `current_line` tells it."""
+    return _describe(*place)
 
 
 def line_within(caller: str) -> str | None:

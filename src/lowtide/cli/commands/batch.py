@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.options import json_option, size, step_options, tiles_option, whole_number
+from lowtide.cli.options import (
+    asked_card,
+    card_options,
+    json_option,
+    size,
+    step_options,
+    tiles_option,
+    whole_number,
+)
 from lowtide.cli.preparing import default_device, load_model
 from lowtide.cli.quiet import hush_libraries, undisturbed
 from lowtide.errors import BadRequest
+from lowtide.text.card import Card
 
 if TYPE_CHECKING:
     from lowtide.cost.measure import Reading
+    from lowtide.ir.graph import Graph
     from lowtide.planner.batch import LargestBatch
     from lowtide.planner.batch_steps import Batch
     from lowtide.text.progress import Stages
@@ -23,7 +33,8 @@ if TYPE_CHECKING:
 
 @click.command("batch")
 @step_options
-@click.option("--memory", metavar="SIZE", required=True, callback=size, help="What there is: 24GiB, 80GB, …")
+@card_options("Train on all of this card: rtx4090, 24GiB, …  [default: the GPU that is here]")
+@click.option("--memory", metavar="SIZE", callback=size, help="For the peak alone, not a card: 24GiB.")
 @click.option(
     "--time-limit",
     metavar="TIMES",
@@ -47,7 +58,9 @@ def command(
     optimizer: str | None,
     device: str | None,
     profile: bool,
-    memory: int,
+    card: str | None,
+    reserve: int | None,
+    memory: int | None,
     time_limit: float | None,
     multiple_of: int,
     method: str | None,
@@ -66,7 +79,8 @@ def command(
     from lowtide.text.progress import stages
 
     hush_libraries()
-    where = device or default_device()
+    there_is = _memory(card, reserve, memory)
+    where = device or ("cuda" if isinstance(there_is, Card) else default_device())
     _check(sizes, measure, where)
     with undisturbed(), stages() as stage:
         setup = _loaded(model, sizes)
@@ -75,7 +89,7 @@ def command(
             model,
             sizes,
             stage,
-            memory=memory,
+            memory=there_is,
             time_limit=time_limit,
             multiple_of=multiple_of,
             optimizer=optimizer,
@@ -86,6 +100,21 @@ def command(
         )
         readings = _measured(answer, model, sizes, stage) if measure else {}
     _answer(answer, setup, readings, as_json)
+
+
+def _memory(card: str | None, reserve: int | None, memory: int | None) -> Card | int:
+    """What there is: a card, bytes for a peak, or the GPU that is here."""
+    found = asked_card(card, reserve)
+    if found is not None and memory is not None:
+        raise click.UsageError("--memory is for a peak, --card for all that is taken; give one of them.")
+    if found is not None or memory is not None:
+        return found or memory or 0
+    from lowtide.planner.on_card import card_here
+
+    here = card_here()
+    if here is None:
+        raise click.UsageError("there is no GPU here to be filled. Say --card NAME|SIZE, or --memory SIZE.")
+    return here
 
 
 def _check(sizes: Mapping[str, int | None], measure: bool, device: str) -> None:
@@ -149,14 +178,19 @@ def _measured(
     return readings
 
 
+def _unknown_of(graph: Graph, answer: LargestBatch) -> list[str]:
+    from lowtide.report.text.planned import what_is_unknown
+
+    return what_is_unknown(any(op.seconds for op in graph.ops), graph.profiled_on, answer.card)
+
+
 def _answer(answer: LargestBatch, setup: Setup, readings: Mapping[str, Reading], as_json: bool) -> None:
     from lowtide.report.text.batched import print_largest_batch
-    from lowtide.report.text.planned import what_is_unknown
     from lowtide.report.text.terminal import asked
 
     sizes = {name: value for name, value in setup.sizes.items() if name != "batch"}
     graph = answer.planned.solution.graph if answer.planned and answer.planned.solution else None
-    unknown = [] if graph is None else what_is_unknown(any(op.seconds for op in graph.ops), graph.profiled_on)
+    unknown = [] if graph is None else _unknown_of(graph, answer)
     notes = [*unknown, *answer.notes, *setup.notes]
     if not as_json:
         title = asked(setup.name, sizes, answer.optimizer, answer.device)

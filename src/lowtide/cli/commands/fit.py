@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.options import json_option, output_file, plot_option, size, step_options
+from lowtide.cli.options import (
+    asked_card,
+    card_options,
+    json_option,
+    output_file,
+    plot_option,
+    size,
+    step_options,
+)
 from lowtide.cli.preparing import Asked, check_can_draw, predicted
 from lowtide.cli.quiet import hush_libraries, undisturbed
 
@@ -22,6 +30,7 @@ _DOES_NOT_FIT = 1
 @click.command("fit")
 @step_options
 @click.option("--budget", metavar="SIZE", callback=size, help="Does it fit in this? 24GiB, 80GB, …")
+@card_options("Does a training fit on this card, its first steps included? rtx4090, 24GiB, …")
 @plot_option("Draw live bytes over the step (.png, .svg).")
 @click.option(
     "-o",
@@ -36,6 +45,8 @@ def command(
     optimizer: str | None,
     device: str | None,
     budget: int | None,
+    card: str | None,
+    reserve: int | None,
     profile: bool,
     plot: Path | None,
     output: Path | None,
@@ -51,8 +62,12 @@ def command(
     """
     hush_libraries()
     check_can_draw(plot)
+    found = asked_card(card, reserve)
+    if found is not None and budget is not None:
+        raise click.UsageError("--budget is for a peak, --card for all that is taken; give one of them.")
+    device = device or ("cuda" if found else None)
     with undisturbed():
-        setup, fit = predicted(Asked(model, sizes, optimizer, device, profile), budget)
+        setup, fit = predicted(Asked(model, sizes, optimizer, device, profile), found or budget)
     _write(fit, setup, output, plot)
     _answer(fit, setup, as_json)
     if fit.fits is False:

@@ -9,7 +9,9 @@ import click
 from lowtide.cli.layerwise import answer_layers
 from lowtide.cli.options import (
     EFFORTS,
+    asked_card,
     budget_option,
+    card_options,
     cutting_options,
     json_option,
     kernels_option,
@@ -33,6 +35,7 @@ _FEWEST_POINTS = 2
 @budget_option(
     "Stay within this: 8GiB, 60% of the plain peak, or min, the lowest peak there is.", lowest=True
 )
+@card_options("Stay on this card, with all that is taken of it from the first step on: rtx4090, 24GiB, …")
 @click.option(
     "--method",
     metavar="NAME",
@@ -76,6 +79,8 @@ def command(
     device: str | None,
     profile: bool,
     budget: Budget,
+    card: str | None,
+    reserve: int | None,
     method: str | None,
     effort: str,
     accumulate: int,
@@ -103,6 +108,10 @@ def command(
     """
     hush_libraries()
     check_can_draw(plot)
+    if (found := asked_card(card, reserve)) is not None:
+        if budget.is_given:
+            raise click.UsageError("--budget is for a peak, --card for all that is taken; give one of them.")
+        budget, device = Budget.parse(found), device or "cuda"
     _check_frontier(frontier, points, budget, output, verify, tiles, kernels)
     chosen = searching(chosen_method(method, budget, frontier), effort)
     asked = Asked(model, sizes, optimizer, device, profile, real=verify, tiles=tiles, kernels=kernels)

@@ -28,7 +28,8 @@ def print_largest_batch(
 ) -> None:
     """Print both answers to stdout. `measured` has a reading for each row that was run, by its name."""
     page = console(PAGE)
-    page.print(Text(f"{title}: the largest batch in {format_bytes(answer.memory_bytes)}", style="bold"))
+    where = f"on {answer.card}" if answer.card else f"in {format_bytes(answer.memory_bytes)}"
+    page.print(Text(f"{title}: the largest batch {where}", style="bold"))
     page.print()
     page.print(shown(_table(answer, measured or {})))
     page.print()
@@ -39,26 +40,29 @@ def print_largest_batch(
 
 def _table(answer: LargestBatch, measured: Mapping[str, Reading]) -> Table:
     unit = unit_for(answer.memory_bytes)
-    titles = ["step", "batch", f"peak {unit.name}", "of memory", "samples/s", "extra time"]
+    of = "of memory" if answer.card is None else "of card"
+    titles = ["step", "batch", f"peak {unit.name}", of, "samples/s", "extra time"]
     if measured:
         titles += [f"measured {unit.name}", "samples/s"]
     rows = []
     for name, reached in (("plain", answer.plain), ("planned", answer.planned)):
-        cells = [name, *_cells(reached, answer.memory_bytes)]
+        cells = [name, *_cells(reached, answer)]
         if measured:
             cells += _measured_cells(reached, measured.get(name), answer.memory_bytes)
         rows.append(tuple(cells))
     return Table(tuple(titles), tuple(rows), numbers=frozenset(range(1, len(titles))))
 
 
-def _cells(reached: Reached | None, memory_bytes: int) -> list[str]:
+def _cells(reached: Reached | None, answer: LargestBatch) -> list[str]:
     if reached is None:
         return ["none", *[""] * 4]
+    memory_bytes = answer.memory_bytes
+    taken_bytes = reached.peak_bytes if answer.card is None else reached.promised_bytes
     speed, extra = reached.samples_per_second, reached.extra_seconds_ratio
     return [
         f"{reached.batch:,}",
         unit_for(memory_bytes).text(reached.peak_bytes),
-        per_cent(reached.peak_bytes / memory_bytes),
+        per_cent(taken_bytes / memory_bytes),
         _UNKNOWN if speed is None else _speed(speed),
         _UNKNOWN if extra is None else per_cent(extra, signed=True),
     ]

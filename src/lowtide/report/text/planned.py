@@ -12,6 +12,7 @@ from lowtide.report.content.stretches import Stretch, stretches
 from lowtide.report.text.console import PAGE, console, per_cent
 from lowtide.solvers import methods
 from lowtide.solvers.solution import Confirmation, Solution, Status
+from lowtide.text.card import Card
 from lowtide.text.names import without_middle
 from lowtide.text.rounding import Unit, unit_for
 from lowtide.text.units import format_bytes, format_seconds
@@ -22,6 +23,11 @@ _TIMES = {0: "keep", 1: "recompute"}
 NO_WORKSPACES = "not profiled: what kernels take while they run is not in these peaks"
 NO_TIMES = "no op was run, so how long recomputation takes is not known; plans count bytes touched as time"
 ESTIMATED_TIMES = "no op was run: times are estimates for an H200, which were off by up to a quarter"
+
+TIMES_OF_CARD = (
+    "no op was run: times are estimates for {name}, which is taken to reach the same part of its nominal "
+    "rates as an H200 was measured to"
+)
 
 
 def print_plan(title: str, solution: Solution, notes: Sequence[str] = ()) -> None:
@@ -35,8 +41,10 @@ def print_plan(title: str, solution: Solution, notes: Sequence[str] = ()) -> Non
         page.print(Text(f"note: {note}", style="dim"))
 
 
-def what_is_unknown(timed: bool, profiled_on: str | None) -> list[str]:
-    """Notes on a prediction that was made without running every op."""
+def what_is_unknown(timed: bool, profiled_on: str | None, card: Card | None = None) -> list[str]:
+    """Notes on a prediction that was made without running every op, for a card if it is one."""
+    if profiled_on == BY_RULE and card is not None and card.known is not None:
+        return [TIMES_OF_CARD.format(name=card.known.name)]
     if profiled_on == BY_RULE:
         return [ESTIMATED_TIMES]
     return [*([] if profiled_on is not None else [NO_WORKSPACES]), *([] if timed else [NO_TIMES])]

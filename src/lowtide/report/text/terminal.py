@@ -14,6 +14,7 @@ from lowtide.text.units import format_bytes
 
 if TYPE_CHECKING:
     from lowtide.planner.fit import Fit
+    from lowtide.planner.on_card import CardUse
 
 _PIPED_WIDTH = 110  # where there is no terminal to ask: room for module paths
 _MODULES_SHOWN = 5
@@ -30,7 +31,11 @@ def print_fit(fit: Fit, sizes: Mapping[str, int], notes: Sequence[str] = ()) -> 
     page.print()
     page.print(_modules(fit))
     page.print()
-    for line in [*_card(fit), *_verdict(fit)]:
+    if fit.use is not None:
+        page.print(_taken(fit, fit.use))
+        page.print()
+    beside = _card(fit) if fit.use is None else []
+    for line in [*beside, *_verdict(fit)]:
         page.print(line)
     for note in (*fit.notes, *notes):
         page.print(Text(f"note: {note}", style="dim"))
@@ -94,10 +99,27 @@ def _card(fit: Fit) -> list[Text]:
     return lines
 
 
+def _taken(fit: Fit, use: CardUse) -> Table:
+    """What is taken from the card, down to what others hold of it."""
+    held = {category.value: count for category, count in fit.categories.items() if count}
+    rows = {
+        **held,
+        "reserved beyond that": use.reserved_bytes - fit.peak_bytes,
+        "CUDA context and libraries": use.beside.context_bytes,
+        "NCCL": use.beside.nccl_bytes,
+        "held by others": use.card.reserve_bytes,
+    }
+    return _summed(
+        "taken from the card", {name: count for name, count in rows.items() if count}, use.taken_bytes
+    )
+
+
 def _verdict(fit: Fit) -> list[Text]:
-    if fit.budget_bytes is None or fit.margin_bytes is None:
+    if fit.margin_bytes is None:
         return []
-    budget = f" (budget {format_bytes(fit.budget_bytes)})"
+    budget = f" ({fit.use.card})" if fit.use else f" (budget {format_bytes(fit.budget_bytes or 0)})"
+    if fit.use is not None and fit.use.failed is not None:
+        budget = f", out of memory in {fit.use.failed}{budget}"
     if fit.fits:
         answer = Text(f"fits: {format_bytes(fit.margin_bytes)} to spare", style="bold green")
     else:

@@ -1,0 +1,1 @@
+"""A training run for real, and what it would have held on a card."""

@@ -106,7 +106,8 @@ def test_lengths_are_read_from_files(folder: Path, name: str, text: str) -> None
         (("--lengths-file", "bad.json"), "it is no JSON"),
         (("--lengths-file", "word.json"), "it has neither a list of lengths nor an object"),
         (("--lengths", "8", "--tokens", "8"), "--tokens is what --lengths say"),
-        (("--lengths", "8", "--shapes", "2"), "give --memory"),
+        (("--lengths", "8", "--card", "8GiB", "--memory", "8GiB"), "give one of them"),
+        (("--lengths", "8", "--shapes", "2"), "give --memory or --card"),
     ],
 )
 def test_bad_requests_are_exit_code_two(folder: Path, arguments: tuple[str, ...], message: str) -> None:

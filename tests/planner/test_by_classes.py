@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import warnings
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.errors import BadRequest, CannotApply
 from lowtide.execute import ops_forward
+from lowtide.ir.graph import Graph
 from lowtide.planner.by_classes import best_following
 from lowtide.planner.ops import StepBudget
-from lowtide.solvers import refereed
 from lowtide.solvers.solution import GraphSolution
 from lowtide.trace.spec import StepSpec
 from lowtide.zoo.gpt import GPT
 from tests.helpers.eager import assert_step_like, mean_square
+from tests.helpers.searches import watched
 
 
 @pytest.fixture(autouse=True)
@@ -33,17 +35,8 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A word for every graph that a method was asked to solve."""
-    found: list[str] = []
-    solve = refereed._scheduled
-
-    def counted(graph: Any, *args: Any) -> GraphSolution:
-        found.append(graph.name)
-        return solve(graph, *args)
-
-    monkeypatch.setattr(refereed, "_scheduled", counted)
-    return found
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    return watched(monkeypatch)
 
 
 def gpt() -> GPT:
@@ -77,7 +70,7 @@ def inputs(length: int) -> tuple[str, ...]:
 TWENTY = [*range(8, 64, 3), 64]
 
 
-def test_an_epoch_of_twenty_lengths_searches_for_its_classes_alone(searches: list[str]) -> None:
+def test_an_epoch_of_twenty_lengths_searches_for_its_classes_alone(searches: list[Graph]) -> None:
     """In random order, and each of them twice; measured within the budget, and no plan for each is kept."""
     model, plain = gpt(), gpt()
     optimized(model, lengths=TWENTY, classes=3)
@@ -147,7 +140,22 @@ def test_a_length_follows_the_class_that_costs_it_least() -> None:
         assert best_following(at[16], order, tighter.peak_bytes - 1) is None
 
 
-def test_labels_of_each_class_come_with_its_example(searches: list[str]) -> None:
+def test_on_a_card_everything_that_is_taken_of_it_is_kept() -> None:
+    """What the card leaves to the allocator is what a replay of that on a shorter text's own graph keeps."""
+    card = lowtide.Card("1GiB")
+    short, long = (
+        StepBudget(StepSpec(gpt(), tokens(length), mean_square, device="cuda", profile=False)).on(card)
+        for length in (20, 60)
+    )
+    plan = long.solve("auto", card)
+    found = best_following(short, [plan], short.left_bytes)
+    assert found is not None
+    assert found.schedule == plan.schedule
+    assert short.promised_bytes(found) <= card.memory_bytes
+    assert best_following(short, [plan], short.left_bytes - card.memory_bytes) is None
+
+
+def test_labels_of_each_class_come_with_its_example(searches: list[Graph]) -> None:
     def pair(length: int) -> tuple[Tensor, Tensor]:
         return tokens(length), tokens(length)
 
@@ -221,7 +229,7 @@ def test_another_structure_follows_no_class() -> None:
 
 
 def test_the_plan_that_was_not_used_for_longest_is_let_go(
-    monkeypatch: pytest.MonkeyPatch, searches: list[str]
+    monkeypatch: pytest.MonkeyPatch, searches: list[Graph]
 ) -> None:
     monkeypatch.setattr(ops_forward, "MOST_PLANS", 2)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -248,6 +256,15 @@ def test_the_plan_that_was_not_used_for_longest_is_let_go(
         assert len(searches) > count
     many = [str(each.message) for each in told if "more than 2 kinds of inputs" in str(each.message)]
     assert len(many) == 1
+
+
+def test_with_a_model_go_the_plans_for_its_classes() -> None:
+    model = optimized(gpt(), lengths=[8, 12], classes=1, budget="min")
+    _step(model, tokens(10))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 # Refusals -------------------------------------------------------------------------------------------------

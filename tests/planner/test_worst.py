@@ -182,6 +182,22 @@ def test_with_costs_other_lengths_are_scaled_too(device: str) -> None:
     assert (by_length[90].fits, by_length[90].fits_planned) == (False, True)
 
 
+def test_of_a_card_everything_is_counted() -> None:
+    """Context and segments beside the peak, as `largest_batch` counts them; a peak of that size would fit."""
+    model = gpt()
+    at = {length: step_of(model, ids(length), device="cuda", profile=True) for length in (16, 90)}
+    size = lowtide.Card("1GiB")
+    needed = {length: step.on(size).plain_needed_bytes for length, step in at.items()}
+    assert needed[90] > at[90].plain_peak_bytes
+    found = ask(model, [8, 16, 60, 90], device="cuda", profile=True, memory=size)
+    assert {each.length: each.peak_bytes for each in found.lengths}.items() >= needed.items()
+    assert found.fits is True
+    assert "all 4 lengths fit in a card of 1.00 GiB" in str(found)
+    document = found.to_json()
+    assert document["card"] is not None
+    assert document["memory_bytes"] == 1 << 30
+
+
 def test_what_fits_is_told_in_one_line() -> None:
     found = ask(gpt(), [10, 20], memory="1GiB")
     assert found.fits is True
@@ -219,6 +235,8 @@ def test_no_lengths_and_methods_for_layers_are_refused() -> None:
         ask(gpt(), [])
     with pytest.raises(BadRequest, match="a length of 0 leaves nothing to train on"):
         ask(gpt(), [0, 4])
+    with pytest.raises(BadRequest, match="the memory is 60%, and it is a size"):
+        ask(gpt(), [4], memory="60%")
     with pytest.raises(BadRequest, match="rotor plans layers, and lengths are planned op by op"):
         ask(gpt(), [4], method="rotor")
 

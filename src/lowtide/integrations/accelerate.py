@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from lowtide.errors import BadRequest, MissingExtra
 from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
+from lowtide.planner.batch_steps import BatchOf
+from lowtide.planner.lengths import Lengths
 from lowtide.solvers.method import Method, Scheduler
 from lowtide.text.card import Card
 from lowtide.text.progress import bar_while_planning
@@ -34,6 +37,10 @@ def prepare(
     progress: bool = True,
     tiles: bool = False,
     kernels: str = "eager",
+    example_of: BatchOf | None = None,
+    lengths: Lengths | None = None,
+    length_key: str | None = None,
+    classes: int | Sequence[int] | None = None,
 ) -> tuple[Any, ...]:
     """`accelerator.prepare(model, optimizer, *others)`, and the model trains within `budget`.
 
@@ -47,6 +54,10 @@ def prepare(
     `method`, `on_new_shape`, `tiles` and `kernels` are as in `lowtide.optimize`, and so is what is raised
     later.
 
+    With `lengths`, `length_key` and `classes` as in `lowtide.optimize`, and `example_of(n)`, a batch of
+    length n, plans are made for classes of lengths at once, and the budget is settled on the worst. Not with
+    several processes.
+
     `lowtide.remove(accelerator.unwrap_model(model))` takes the plan off.
 
     Raises:
@@ -57,6 +68,7 @@ def prepare(
     optimize_where_it_trains(
         accelerator.unwrap_model(prepared[0]),
         replicated_by(prepared[0]),
+        _ahead(example_of, lengths, length_key, classes),
         budget=budget,
         method=method,
         loss=loss,
@@ -68,6 +80,17 @@ def prepare(
         kernels=kernels,
     )
     return tuple(prepared)
+
+
+def _ahead(
+    example_of: BatchOf | None,
+    lengths: Lengths | None,
+    length_key: str | None,
+    classes: int | Sequence[int] | None,
+) -> dict[str, Any]:
+    """What `lowtide.optimize` is told of the lengths that will come."""
+    said = {"example": example_of, "lengths": lengths, "length_key": length_key, "classes": classes}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _refuse_what_does_not_go_together(accelerator: Accelerator) -> None:

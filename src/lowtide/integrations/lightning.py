@@ -7,7 +7,7 @@ as the forward of a module around the user's, which Dynamo follows through every
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from lowtide.compat.lightning import is_compiled
 from lowtide.compat.patches import patched
 from lowtide.errors import BadRequest, MissingExtra
 from lowtide.execute.apply import plans_of, remove
+from lowtide.integrations.epoch import WorstBatch, look_ahead
 from lowtide.integrations.ranks import optimize_where_it_trains, replicated_by
 from lowtide.solvers import is_scheduler
 from lowtide.solvers.method import Scheduler
@@ -57,6 +58,13 @@ class LowtideCallback(Callback):  # type: ignore[misc]
     outside of the module is not counted then. `budget`, `method`, for ops, `on_new_shape`, `tiles` and
     `kernels` are as in `lowtide.optimize`. With `progress` a terminal shows how far planning is.
 
+    With a `length_key` a sample of the training data has its length, or its tokens, under that key, and the
+    data is looked at before the first step, every sample once: the longest batch that can come is named
+    (`worst`, and a warning), and the budget is settled on it rather than on the batch that comes first. Plans
+    are made for `classes` of lengths, how many (4) or which, when the first batch comes; batches of other
+    lengths follow the plan of a class, as in `lowtide.optimize`. Not with several processes, nor with
+    `module`.
+
     `plans` has what was planned, one plan for each shape of batch, from the first batch on; also after the
     training. The plan is taken off the module when the training ends, or an exception ends it.
 
@@ -77,12 +85,22 @@ class LowtideCallback(Callback):  # type: ignore[misc]
         progress: bool = True,
         tiles: bool = False,
         kernels: str = "eager",
+        length_key: str | None = None,
+        classes: int | Sequence[int] | None = None,
     ) -> None:
         if method is not None and not is_scheduler(method):
             raise BadRequest(f"{method} plans layers; Lightning's steps are planned op by op: try auto.")
         if loss is not None and module is None:
             raise BadRequest("training_step returns the loss; `loss` is for a `module` that has none.")
+        if length_key is not None and module is not None:
+            raise BadRequest(
+                "length_key is for batches, and a module is given what training_step makes of one. Leave one "
+                "of the two out."
+            )
         self.budget = budget
+        self.length_key = length_key
+        self.classes = classes
+        self.worst: WorstBatch | None = None
         self.module = module
         self.loss = loss
         self.method = method
@@ -98,9 +116,12 @@ class LowtideCallback(Callback):  # type: ignore[misc]
         """Put a plan on the module that will be made when the first batch comes."""
         _refuse_what_does_not_go_together(trainer, pl_module)
         planned = _TrainingStep(pl_module) if self.module is None else _submodule(pl_module, self.module)
+        loader = trainer.train_dataloader
+        self.worst, ahead = look_ahead(loader, self.length_key, self.classes, _in_place_of_first)
         optimize_where_it_trains(
             planned,
             replicated_by(trainer.strategy.model),
+            ahead,
             budget=self.budget,
             method=self.method,
             loss=self.loss,
@@ -146,6 +167,13 @@ class _Counters:
     """`batch_idx` and the like. They are no inputs: a batch with another number is planned for already."""
 
     values: tuple[int, ...]
+
+
+def _in_place_of_first(
+    batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `_TrainingStep` is called with for another batch than the first."""
+    return (batch, *args[1:]), kwargs
 
 
 class _TrainingStep(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,6 +15,7 @@ from lowtide.compat.patches import patched
 from lowtide.distributed import Replicated
 from lowtide.errors import BadRequest, MissingExtra
 from lowtide.execute.apply import plans_of, remove
+from lowtide.integrations.epoch import WorstBatch, by_keyword, look_ahead
 from lowtide.integrations.ranks import optimize_where_it_trains
 from lowtide.solvers.method import Method, Scheduler
 from lowtide.solvers.solution import GraphSolution, Solution
@@ -59,6 +60,12 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
     because the Trainer computes it (`compute_loss_func`, `label_smoothing_factor`). With `progress` a
     terminal shows how far planning is.
 
+    With a `length_key` a sample has its length, or its tokens, under that key ("input_ids"), and the data is
+    looked at before the first step, every sample once: the longest batch that can come is named (`worst`, and
+    a warning), and the budget is settled on it rather than on the batch that comes first. Plans are made
+    for `classes` of lengths, how many (4) or which, when the first batch comes; batches of other lengths
+    follow the plan of a class, as in `lowtide.optimize`. Not with several processes.
+
     With `tiles` the head of a language model and its loss run in slices where that pays, and the output of
     the model leaves its logits out while it trains and carries a loss (they are None): a `compute_loss` of
     your own that reads them has to go without `tiles`.
@@ -69,7 +76,7 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises, when the training begins:
         BadRequest: gradient_checkpointing, torch_compile, FSDP, DeepSpeed or DataParallel are asked for too,
-            or an argument makes no sense.
+            or an argument makes no sense: there is no such length_key, say.
     Raises, in the first step: what `lowtide.optimize` does, InfeasibleBudget above all.
     """
 
@@ -83,8 +90,13 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
         progress: bool = True,
         tiles: bool = False,
         kernels: str = "eager",
+        length_key: str | None = None,
+        classes: int | Sequence[int] | None = None,
     ) -> None:
         self.budget = budget
+        self.length_key = length_key
+        self.classes = classes
+        self.worst: WorstBatch | None = None
         self.method = method
         self.loss = loss
         self.on_new_shape = on_new_shape
@@ -100,6 +112,8 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
         """Put a plan on the model that will be made when it meets its first batch."""
         _refuse_what_does_not_go_together(args)
         self._undo.close()  # of a training that an error has ended
+        loader = others.get("train_dataloader")
+        self.worst, ahead = look_ahead(loader, self.length_key, self.classes, by_keyword)
         with ExitStack() as undo:
             if self.tiles:
                 remove(model)
@@ -112,6 +126,7 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]
             optimize_where_it_trains(
                 model,
                 _engine(args),
+                ahead,
                 budget=self.budget,
                 method=self.method,
                 loss=self.loss,

@@ -123,7 +123,7 @@ def largest_batch(
         CannotTrace, CannotCapture: as in `lowtide.plan`.
     """
     asked_for = Budget.parse(memory)
-    card, memory_bytes = asked_for.card, _memory_bytes(asked_for)
+    card, memory_bytes = asked_for.card, memory_bytes_of(asked_for)
     chosen = method or default_method(asked_for)
     _check(chosen, time_limit, multiple_of)
 
@@ -176,7 +176,8 @@ def measure_reached(
     return step.measured(timed=1)
 
 
-def _memory_bytes(asked: Budget) -> int:
+def memory_bytes_of(asked: Budget) -> int:
+    """The size of a memory, or of a card. Raises BadRequest if it is none."""
     if asked.card is not None:
         return asked.card.memory_bytes
     if asked.bytes is None:

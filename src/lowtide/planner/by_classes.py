@@ -87,10 +87,8 @@ class ByClasses:
         """Plan for every class, the worst first."""
         ladders = [self._ladder(model, length, args, dict(kwargs or {})) for length in self.ahead.classes]
         ladders.sort(key=lambda ladder: -ladder.step.plain_peak_bytes)
-        for place, ladder in enumerate(ladders):
-            self.plans.append(self.anew.searched(ladder))
-            if place == 0:
-                self.loss = ladder.spec.loss
+        self.plans = [self.anew.searched(ladder) for ladder in ladders]  # all of them, or none
+        self.loss = ladders[0].spec.loss
 
     def _ladder(self, model: nn.Module, length: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ladder:
         example, loss = self.ahead.inputs_of(length, args, kwargs)
@@ -104,13 +102,17 @@ class ByClasses:
         plans = [plan for plan in self.plans if isinstance(plan, GraphSolution)]
         if len(plans) < len(self.plans):  # of layers, which are planned without a graph
             return None
-        found = best_following(ladder.step, plans, self._budget_bytes(ladder.step, plans))
+        card = self.anew.budget.card
+        step = ladder.step if card is None else ladder.step.on(card)
+        found = best_following(step, plans, self._budget_bytes(step, plans))
         if found is not None:
             learn_of_loss(ladder.spec.loss, ladder.step.plain)
         return found
 
     def _budget_bytes(self, step: StepBudget, plans: Sequence[GraphSolution]) -> int:
         """What may be held: as much as the budget says, and without one as the worst class does."""
+        if step.card is not None:
+            return step.left_bytes
         return self.anew.budget.bytes or max(map(step.promised_bytes, plans))
 
     def _beyond(self, ladder: Ladder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnySolution:
@@ -145,7 +147,7 @@ def best_following(
         except DoesNotScale:
             continue
         found = step.following(plan, budget_bytes)
-        if step.promised_bytes(found) <= budget_bytes:
+        if step.keeps(found, budget_bytes):
             fitting.append(found)
     return min(fitting, key=lambda each: (each.extra_seconds, sum(each.recomputed.values())), default=None)
 

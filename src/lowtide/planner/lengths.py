@@ -25,12 +25,21 @@ def counted_lengths(lengths: Lengths, key: str | None = None) -> dict[int, int]:
     if key is None and isinstance(lengths, Mapping):
         counts = Counter({_length(length): _samples(length, count) for length, count in lengths.items()})
     else:
-        counts = Counter(_length(_under(sample, key)) for sample in lengths)
+        counts = Counter(length_of(sample, key) for sample in lengths)
     if not counts:
         raise BadRequest(
             "there are no lengths. Give those of the epoch: [128, 512], or {128: 900, 512: 100}."
         )
     return dict(sorted(counts.items()))
+
+
+def length_of(sample: Any, key: str | None = None) -> int:
+    """The length that a sample is, or has under a key.
+
+    Raises:
+        BadRequest: that is no length.
+    """
+    return _length(_under(sample, key))
 
 
 def best_classes(

@@ -265,6 +265,10 @@ class StepBudget:
         needed = self._needed_bytes(solution)
         return needed if self.card is None else self._of_card(needed)
 
+    def keeps(self, solution: GraphSolution, budget_bytes: int) -> bool:
+        """Whether so much is enough for `solution` to be safe: of a card, what it leaves (`left_bytes`)."""
+        return self._needed_bytes(solution) <= budget_bytes
+
     def _needed_bytes(self, solution: GraphSolution) -> int:
         if self.card is not None:
             return self.training(solution).needed_bytes(self.left_bytes)

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from lowtide.cost.profile import Progress
-from lowtide.planner.batch import LargestBatch, largest_batch
+from lowtide.planner.batch import LargestBatch, largest_batch, memory_bytes_of
 from lowtide.planner.batch_steps import Batch, Telling
 from lowtide.planner.by_classes import chosen_classes
 from lowtide.planner.lengths import Lengths, counted_lengths
 from lowtide.solvers.method import Scheduler
-from lowtide.text.sizes import parse_bytes
+from lowtide.text.budget import Budget
+from lowtide.text.card import Card
 from lowtide.text.table import Table
 from lowtide.text.units import format_bytes
 from lowtide.trace.step import Example, Loss, Updates
@@ -116,7 +117,7 @@ def shape_classes(
     lengths: Lengths,
     example_of: ShapeOf,
     *,
-    memory: str | int,
+    memory: str | int | Card,
     classes: int | Sequence[int] | None = None,
     length_key: str | None = None,
     loss: Loss | None = None,
@@ -142,14 +143,14 @@ def shape_classes(
         BadRequest, CannotTrace, CannotCapture: as in `lowtide.worst` and `lowtide.largest_batch`.
     """
     counts = counted_lengths(lengths, length_key)
-    memory_bytes = parse_bytes(memory)
+    memory_bytes = memory_bytes_of(Budget.parse(memory))
     chosen = chosen_classes(counts, classes)
 
     def batches_of(length: int) -> LargestBatch:
         return largest_batch(
             model,
             partial(_of_length, example_of, length),
-            memory=memory_bytes,
+            memory=memory,
             loss=loss,
             time_limit=time_limit,
             optimizer=optimizer,

@@ -17,15 +17,17 @@ from torch import nn
 from lowtide.cost.profile import Progress
 from lowtide.errors import BadRequest, InfeasibleBudget
 from lowtide.ir.graph import Phase
+from lowtide.planner.batch import memory_bytes_of
 from lowtide.planner.batch_family import DoesNotScale
 from lowtide.planner.batch_steps import Batch, Telling
 from lowtide.planner.largest import largest_that
 from lowtide.planner.length_steps import LengthSteps
 from lowtide.planner.lengths import Lengths, counted_lengths
+from lowtide.planner.on_card import card_to_json
 from lowtide.solvers import default_method, is_scheduler, schedulers
 from lowtide.solvers.method import Scheduler
-from lowtide.text.budget import Budget
-from lowtide.text.sizes import parse_bytes
+from lowtide.text.budget import LOWEST, Budget
+from lowtide.text.card import Card
 from lowtide.text.table import Table
 from lowtide.text.units import format_bytes
 from lowtide.trace.spec import StepSpec
@@ -40,8 +42,9 @@ _MOST_SHOWN = 8
 class LengthPeak:
     """The step at one length. Whether it `fits` is None where no memory was named.
 
-    `peak_bytes` is what the device's allocator will say that the step held as it is written, and `op` runs
-    then, in the `phase`. `fits_planned` says whether a plan keeps it within the memory.
+    `peak_bytes` is what the device's allocator will say that the step held as it is written; where a card was
+    named, all that a training takes of it. `op` runs when most is held, in the `phase`.
+    `fits_planned` says whether a plan keeps it within the memory.
     """
 
     length: int
@@ -81,6 +84,7 @@ class Epoch:
     sampled: tuple[int, ...]
     captured: tuple[int, ...]
     scaled: bool
+    card: Card | None = None
     optimizer: str | None = None
     accumulate: int = 1
     notes: tuple[str, ...] = ()
@@ -122,7 +126,7 @@ class Epoch:
         ]
         if self.memory_bytes is None:
             return found
-        memory = format_bytes(self.memory_bytes)
+        memory = format_bytes(self.memory_bytes) if self.card is None else str(self.card)
         if self.fits:
             return [*found, f"all {len(self.lengths)} lengths fit in {memory}"]
         return [
@@ -154,6 +158,7 @@ class Epoch:
             "optimizer": self.optimizer,
             "accumulate": self.accumulate,
             "memory_bytes": self.memory_bytes,
+            "card": None if self.card is None else card_to_json(self.card),
             "fits": self.fits,
             "worst": self.worst.to_json(),
             "lengths": [each.to_json() for each in self.lengths],
@@ -196,7 +201,7 @@ def worst(
     lengths: Lengths,
     example_of: ExampleOf,
     *,
-    memory: str | int | None = None,
+    memory: str | int | Card | None = None,
     length_key: str | None = None,
     loss: Loss | None = None,
     optimizer: Updates | None = None,
@@ -217,6 +222,9 @@ def worst(
     its longest sample. Where the loss depends on the batch as well, return `Batch(example, loss)`. The step,
     `optimizer`, `accumulate`, `device` and `profile` are as in `lowtide.plan`.
 
+    A `memory` of "24GiB card", a name ("rtx4090") or a `lowtide.Card` is all that a card has, as in
+    `lowtide.largest_batch`.
+
     Nothing is trained and nothing can run out of memory. The step is traced at two lengths, or three, and
     scaled to all others; the worst is traced as it is, and has to be what was told. With a `memory` the
     longest that a plan makes fit is searched, captured and planned there.
@@ -228,8 +236,9 @@ def worst(
         CannotTrace, CannotCapture: as in `lowtide.plan`.
     """
     counts = counted_lengths(lengths, length_key)
-    memory_bytes = None if memory is None else parse_bytes(memory)
-    chosen = method or default_method(Budget.parse(memory_bytes if memory_bytes is not None else "min"))
+    asked = Budget.parse(memory)
+    memory_bytes = None if memory is None else memory_bytes_of(asked)
+    chosen = method or default_method(asked if asked.is_given else Budget.parse(LOWEST))
     if not is_scheduler(chosen):
         raise BadRequest(
             f"{chosen} plans layers, and lengths are planned op by op. These do: {', '.join(schedulers())}."
@@ -242,15 +251,16 @@ def worst(
         return StepSpec(model, example, whole, optimizer, accumulate, device, profile, name, progress)
 
     steps = LengthSteps(spec_of, list(counts), telling)
-    peaks = along_lines(steps, lambda: _peaks(steps, counts))
+    peaks = along_lines(steps, lambda: _peaks(steps, counts, asked.card))
     if memory_bytes is not None:
-        fitting = along_lines(steps, lambda: _fitting(steps, peaks, chosen, memory_bytes))
+        fitting = along_lines(steps, lambda: _fitting(steps, peaks, chosen, asked.card or memory_bytes))
         peaks = [_judged(each, memory_bytes, fitting) for each in peaks]
     return Epoch(
         model=name or type(model).__name__,
         device=steps.captured(max(peaks, key=_need).length).plain.graph.device,
         lengths=tuple(peaks),
         memory_bytes=memory_bytes,
+        card=asked.card,
         sampled=steps.sampled if steps.lines is not None else (),
         captured=tuple(sorted(steps.seen)),
         scaled=steps.lines is not None,
@@ -271,20 +281,21 @@ def along_lines(steps: LengthSteps, find: Callable[[], _Found]) -> _Found:
     return find()
 
 
-def _peaks(steps: LengthSteps, counts: Mapping[int, int]) -> list[LengthPeak]:
+def _peaks(steps: LengthSteps, counts: Mapping[int, int], card: Card | None) -> list[LengthPeak]:
     """Every length's peak. The worst, and the longest, are traced as they are."""
     _ = steps.captured(max(counts)).plain
-    found = [_peak(steps, length, samples) for length, samples in counts.items()]
+    found = [_peak(steps, length, samples, card) for length, samples in counts.items()]
     _ = steps.captured(max(found, key=_need).length).plain
     return found
 
 
-def _peak(steps: LengthSteps, length: int, samples: int) -> LengthPeak:
+def _peak(steps: LengthSteps, length: int, samples: int, card: Card | None) -> LengthPeak:
     step = steps.predicted(length)
+    step = step if card is None else step.on(card)
     running = step.plain.timeline.peak_op
     op = "what is always there" if running is None else running.label
     phase = Phase.FORWARD if running is None else running.phase
-    return LengthPeak(length, samples, step.plain_peak_bytes, op, phase.value)
+    return LengthPeak(length, samples, step.plain_needed_bytes, op, phase.value)
 
 
 def _need(each: LengthPeak) -> int:
@@ -292,14 +303,15 @@ def _need(each: LengthPeak) -> int:
 
 
 def _fitting(
-    steps: LengthSteps, peaks: list[LengthPeak], method: str | Scheduler, memory_bytes: int
+    steps: LengthSteps, peaks: list[LengthPeak], method: str | Scheduler, memory: int | Card
 ) -> frozenset[int]:
     """The lengths that a plan makes fit; those that peak lower than one that fits are taken to fit."""
-    too_long = sorted((each for each in peaks if each.peak_bytes > memory_bytes), key=_need)
+    most_bytes = memory.memory_bytes if isinstance(memory, Card) else memory
+    too_long = sorted((each for each in peaks if each.peak_bytes > most_bytes), key=_need)
 
     def fits(count: int) -> bool:
         try:
-            steps.predicted(too_long[count - 1].length).solve(method, memory_bytes)
+            steps.predicted(too_long[count - 1].length).solve(method, memory)
         except InfeasibleBudget:
             return False
         return True

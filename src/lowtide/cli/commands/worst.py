@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.options import json_option, size, step_options, whole_number
+from lowtide.cli.options import asked_card, card_options, json_option, size, step_options, whole_number
 from lowtide.cli.preparing import default_device, load_model
 from lowtide.cli.quiet import hush_libraries, undisturbed
 from lowtide.errors import BadFile, BadRequest
+from lowtide.text.card import Card
 
 if TYPE_CHECKING:
     from lowtide.planner.batch_steps import Batch
@@ -35,7 +36,8 @@ _LENGTH = "tokens"
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The same from a file: a JSON list, a JSON object {length: samples}, or a length a line.",
 )
-@click.option("--memory", metavar="SIZE", callback=size, help="Which fit in this? 24GiB, 80GB, …")
+@card_options("Which fit on all of this card? rtx4090, 24GiB, …")
+@click.option("--memory", metavar="SIZE", callback=size, help="Which peaks fit in this? 24GiB, 80GB, …")
 @click.option("--method", metavar="NAME", help="One of `lowtide solvers` that plan ops.  [default: auto]")
 @click.option(
     "--shapes",
@@ -51,6 +53,8 @@ def command(
     profile: bool,
     lengths: str | None,
     lengths_file: Path | None,
+    card: str | None,
+    reserve: int | None,
     memory: int | None,
     method: str | None,
     shapes: int | None,
@@ -68,13 +72,14 @@ def command(
 
     hush_libraries()
     counts = _counts(lengths, lengths_file)
-    _check(sizes, shapes, memory)
-    where = device or default_device()
+    there_is = _memory(card, reserve, memory)
+    _check(sizes, shapes, there_is)
+    where = device or ("cuda" if isinstance(there_is, Card) else default_device())
     step = {"optimizer": optimizer, "device": where, "profile": profile, "method": method}
     with undisturbed(), stages() as stage:
         setup = _loaded(model, sizes, max(counts))
-        found = _worst(setup, model, sizes, counts, stage, memory=memory, **step)
-        classes = _shapes(setup, model, sizes, counts, stage, shapes, memory=memory, **step)
+        found = _worst(setup, model, sizes, counts, stage, memory=there_is, **step)
+        classes = _shapes(setup, model, sizes, counts, stage, shapes, memory=there_is, **step)
     _answer(found, classes, setup, as_json)
     if found.fits is False:
         click.get_current_context().exit(_DOES_NOT_FIT)
@@ -110,11 +115,20 @@ def _numbers(words: Sequence[str]) -> list[int]:
     return list(map(int, words))
 
 
-def _check(sizes: Mapping[str, int | None], shapes: int | None, memory: int | None) -> None:
+def _memory(card: str | None, reserve: int | None, memory: int | None) -> Card | int | None:
+    found = asked_card(card, reserve)
+    if found is not None and memory is not None:
+        raise click.UsageError("--memory is for a peak, --card for all that is taken; give one of them.")
+    return found if found is not None else memory
+
+
+def _check(sizes: Mapping[str, int | None], shapes: int | None, memory: Card | int | None) -> None:
     if sizes[_LENGTH] is not None:
         raise click.UsageError("--tokens is what --lengths say; leave it out.")
     if shapes is not None and memory is None:
-        raise click.UsageError("--shapes are for a memory that their batches are to fill; give --memory.")
+        raise click.UsageError(
+            "--shapes are for a memory that their batches are to fill; give --memory or --card."
+        )
 
 
 def _loaded(model: str, sizes: Mapping[str, int | None], longest: int) -> Setup:

@@ -8,7 +8,7 @@ What `lowtide compare --peers` does, row by row: a process for each step, and a 
 is there, one that fails with its reason. A row that is there for the same commit is not measured again; with
 `--keep-peers` nor is one of others than lowtide, of whichever commit. After `--seconds` no row begins.
 
-In 25 minutes: `measure --rows FILE.json --commit HASH --seconds 540` twice, first for the rows that tell most,
+In 25 minutes: `measure --rows FILE.json --commit HASH --seconds 540` twice, at first for what tells most,
 
     --ways '^(eager|compile 1|lowtide inductor(, all kept|, lowest|( tiles)? within [0-9]+MiB))$'
 

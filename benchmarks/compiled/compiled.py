@@ -8,6 +8,12 @@ What `lowtide compare --peers` does, row by row: a process for each step, and a 
 is there, one that fails with its reason. A row that is there for the same commit is not measured again; with
 `--keep-peers` nor is one of others than lowtide, of whichever commit. After `--seconds` no row begins.
 
+In 25 minutes: `measure --rows FILE.json --commit HASH --seconds 540` twice, at first for what tells most,
+
+    --ways '^(eager|compile 1|lowtide inductor(, all kept|, lowest|( tiles)? within [0-9]+MiB))$'
+
+then without `--ways`: rows that are there are not measured again, and plans stay within their peaks.
+
 A step is the same for all: forward, loss, backward, gradients from None, no optimizer. Milliseconds are the
 median of 7 steps that take turns with 7 eager ones, the peak is that of the second step and later ones.
 Code is compiled anew for each row, unless `--caches` lets it come from disk, which the row then says.

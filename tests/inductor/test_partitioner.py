@@ -120,18 +120,24 @@ import lowtide
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
-budget = lowtide.Partitioner(sys.argv[1], profile=False)
-compiled = torch.compile(model, options={"custom_partitioner_fn": budget}, dynamic=False)
-compiled(torch.ones(32, 16)).sum().backward()
+x = torch.ones(32, 16)
+if sys.argv[2] == "optimize":
+    options = {"loss": torch.sum, "profile": False, "kernels": "inductor"}
+    compiled = lowtide.optimize(model, (x,), budget=sys.argv[1], **options)
+else:
+    budget = lowtide.Partitioner(sys.argv[1], profile=False)
+    compiled = torch.compile(model, options={"custom_partitioner_fn": budget}, dynamic=False)
+compiled(x).sum().backward()
 print(json.dumps(counters["inductor"] | counters["aot_autograd"]))
 """
 
 
 @needs_compiler
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["partitioner", "optimize"])
+def test_a_second_process_compiles_nothing(tmp_path: Path, way: str) -> None:
     def counted(budget: str) -> dict[str, int]:
         found = subprocess.run(
-            [sys.executable, "-c", _SCRIPT, budget],
+            [sys.executable, "-c", _SCRIPT, budget, way],
             capture_output=True,
             text=True,
             check=True,

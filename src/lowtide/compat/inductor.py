@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._triton import has_triton
 
+from lowtide._version import __version__
 from lowtide.compat.fake import FakeTensor, FakeTensorMode
 from lowtide.compat.inductor_order import keep_order
 from lowtide.compat.patches import patched
@@ -262,7 +263,7 @@ class _GivenUp:
 
 
 class _Told(CustomGraphPass):
-    """Changes nothing: caches of generated code, which do not look at what that writes over, look at this."""
+    """Changes nothing: caches look at this, but not at what code writes over, nor at lowerings of ours."""
 
     def __init__(self, given_up: tuple[int, ...], own: Any) -> None:
         self._given_up = given_up
@@ -275,9 +276,9 @@ class _Told(CustomGraphPass):
     def uuid(self) -> str | None:
         """None, so that nothing is cached, where the user's own pass has none."""
         if self._own is None:
-            return repr(self._given_up)
+            return f"{__version__} {self._given_up}"
         known = self._own.uuid() if isinstance(self._own, CustomGraphPass) else None
-        return None if known is None else f"{self._given_up} {known!r}"
+        return None if known is None else f"{__version__} {self._given_up} {known!r}"
 
 
 def is_to_be_run_again() -> bool:

@@ -113,13 +113,23 @@ def test_after_a_shortfall_the_next_act_does_not_live_on_what_would_not_be_there
     book.take("weight", 12 * MIB, Category.PARAMETERS, at("first"))
     book.take("large", 30 * MIB, Category.ACTIVATIONS, at("mm"))
     book.give_back("large")
+    assert book.replay.allocator.reserved_bytes == 42 * MIB
     book.enter(Act.TRAINING)
+    assert book.replay.allocator.reserved_bytes == 12 * MIB
     book.take("large", 30 * MIB, Category.ACTIVATIONS, at("mm", Act.TRAINING))
     assert [found.fits for found in book.peaks()] == [False, False]
     book.give_back("large")
     book.enter(Act.VALIDATION)
     book.take("small", 12 * MIB, Category.ACTIVATIONS, at("mm", Act.VALIDATION))
     assert [found.fits for found in book.peaks()] == [False, False, True]
+
+
+def test_what_is_cached_stays_where_everything_has_had_room() -> None:
+    book = ledger(100 * MIB)
+    book.take("large", 30 * MIB, Category.ACTIVATIONS, at("mm"))
+    book.give_back("large")
+    book.enter(Act.TRAINING)
+    assert book.replay.allocator.reserved_bytes == 30 * MIB
 
 
 def test_a_kernel_takes_memory_for_as_long_as_it_runs() -> None:

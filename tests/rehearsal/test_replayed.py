@@ -190,6 +190,45 @@ def test_what_is_brought_back_to_the_cpu_is_not_held_any_longer() -> None:
     assert rehearsal.found.peak_reserved_bytes < LIBRARY + 24 * MIB
 
 
+def test_a_number_may_stay_on_the_cpu() -> None:
+    scale, model = torch.tensor(2.0), mlp()
+    with on_card(64 * MIB) as rehearsal:
+        model(torch.randn(4, 128) * scale).mul(scale).sum().backward()
+        stand: Any = rehearsal._stand
+        assert not stand._watch.knows(scale)
+
+
+def test_in_a_backward_nothing_comes_from_the_cpu() -> None:
+    class Copied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            made = torch.empty(gradients[0].shape)  # names no device, as compiled code here does not
+            return made.copy_(gradients[0])
+
+    weight = nn.Parameter(torch.randn(64, 64))
+    with on_card(64 * MIB) as rehearsal:
+        (Copied.apply(weight) * weight.detach()).sum().backward()  # type: ignore[no-untyped-call]
+        assert weight.grad is not None
+        stand: Any = rehearsal._stand
+        assert stand._watch.knows(weight.grad)
+
+
+def test_where_cuda_is_named_to_cpu_means_the_cpu() -> None:
+    data = torch.randn(MIB)
+    with on_card(64 * MIB):
+        there = data.to("cuda")
+        assert data.to("cpu") is data
+        assert torch.cuda.memory_allocated() == 4 * MIB
+        back = there.to("cpu")
+        del there
+        assert torch.cuda.memory_allocated() == 0
+    assert torch.equal(back, data)
+
+
 def test_torch_cuda_tells_of_the_card_and_gives_back_its_cache() -> None:
     with on_card(64 * MIB):
         torch.cuda.reset_peak_memory_stats()

@@ -101,7 +101,7 @@ class CardWatch(BesideCompiling):
         following = self.following
         if len(given) > 1:  # what takes one tensor tells nothing: data is moved, a model is copied
             recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-            following.quiet = not recorded and not in_backward()
+            following.quiet = not recorded
         if not (following.training or self._making) and _trains(func, given):
             following.training = following.act() is not Act.VALIDATION
         if following.act() is not self._here:

@@ -63,6 +63,7 @@ PRIVATE = (
         "says what Inductor makes of an op of ours",
     ),
     Private("torch._inductor.config", "how code is generated"),
+    Private("torch._inductor.virtualized.V", "knows the graph that is being lowered"),
     Private(
         "torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last",
         "says what is copied to have its channels last",

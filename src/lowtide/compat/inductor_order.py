@@ -16,7 +16,7 @@ from lowtide.compat.private import Private
 PRIVATE = (
     Private("torch._inductor.choices.InductorChoices", "decides what is fused"),
     Private("torch._inductor.graph.GraphLowering._update_scheduler", "has it decided"),
-    Private("torch._inductor.virtualized.V", "holds what decides, and what is lowered now"),
+    Private("torch._inductor.virtualized.V", "holds what decides"),
 )
 
 _SMALL = 8  # so many times as much must be read at once as is made too soon

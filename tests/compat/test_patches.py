@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,10 +21,12 @@ import transformers.utils.import_utils as utilities
 from torch import nn
 from torch._dynamo import convert_frame
 from torch._functorch._aot_autograd import collect_metadata_analysis, graph_compile, runtime_wrappers
+from torch._inductor.graph import GraphLowering
 from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
+from torch.utils.data import DataLoader
 
 import lowtide
 from lowtide.aot import capture
@@ -38,6 +41,7 @@ from lowtide.compat.fake_kernels import as_kernels_do
 from lowtide.compat.fake_layouts import laid_out_as_kernels_do
 from lowtide.compat.fake_rnn import recurrent_layers_of_cudnn
 from lowtide.compat.gradient_layouts import gradients_laid_out, gradients_told
+from lowtide.compat.inductor import _inputs_as_they_lie
 from lowtide.compat.loggers import FAKE_KERNELS
 from lowtide.compat.patches import Patch, active, patched
 from lowtide.compat.views import views_as_they_run
@@ -46,6 +50,9 @@ from lowtide.distributed.fsdp import _ShardedRecorder
 from lowtide.ir.assumptions import Finding
 from lowtide.ir.graph import Origin
 from lowtide.ir.strides import viewed
+from lowtide.rehearsal.played import cuda_answers
+from lowtide.rehearsal.script import _as_main
+from lowtide.rehearsal.training_watch import TrainingWatch
 from lowtide.trace import hf_masks
 from lowtide.trace.attribution import Attribution
 from lowtide.trace.dry_run import _random_states_counted
@@ -154,6 +161,10 @@ ON_CUDA = (
     (F, "cross_entropy"),
     (torch.autocast, "__init__"),
 )
+ANSWERS = (
+    *("empty_cache", "synchronize", "set_device", "memory_allocated", "memory_reserved"),
+    *("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"),
+)
 # By module: what it enters, and what is replaced then.
 REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[object, str], ...]]] = {
     "compat/composites": (
@@ -201,11 +212,24 @@ REAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[tuple[obj
         ((collect_metadata_analysis, "coerce_tangent_and_suggest_memory_format"),),
     ),
     "compat/dynamo": (nothing_written_over, ((graph_compile, "collect_bw_donated_buffer_idxs"),)),
+    "compat/inductor": (_inputs_as_they_lie, ((GraphLowering, "find_nodes_prefer_channels_last"),)),
     "compat/fake_layouts": (laid_out_as_kernels_do, ((FakeTensorMode, "dispatch"),)),
     "cost/cuda_rules": (cuda_rules, ON_CUDA),
     "distributed/fsdp": (
         lambda: _ShardedRecorder._storages_watched(_ShardedRecorder([nn.ReLU()], None, None)),
         ((torch.UntypedStorage, "resize_"),),
+    ),
+    "rehearsal/played": (
+        lambda: cuda_answers(cast(Any, types.SimpleNamespace(ledger=None))),
+        (*((torch.cuda, name) for name in ANSWERS), (torch, "load")),
+    ),
+    "rehearsal/script": (
+        lambda: _as_main(types.ModuleType("__main__"), "script.py", []),
+        ((sys, "argv"), (sys, "path")),
+    ),
+    "rehearsal/training_watch": (
+        TrainingWatch(3).watched,
+        ((nn.Module, "train"), (torch, "save"), (DataLoader, "__iter__")),
     ),
     "trace/dry_run": (_random_states_counted, ((torch, "get_rng_state"),)),
     "trace/hf_masks": (

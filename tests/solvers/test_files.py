@@ -302,14 +302,14 @@ def test_a_foreign_file_is_refused_with_the_reason(content: bytes, reason: str, 
     assert (refusal.value.path, refusal.value.reason) == (str(path), reason)
 
 
-@pytest.mark.parametrize("schema", ["0", "4", "true", "1.0", '"1"', "null", "[]"])
+@pytest.mark.parametrize("schema", ["0", "5", "true", "1.0", '"1"', "null", "[]"])
 def test_a_file_of_another_schema_is_refused_with_advice(schema: str, tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     path.write_text(f'{{"lowtide": "graph", "schema": {schema}, "graph": {{}}}}')
     with pytest.raises(BadFile) as refusal:
         load_graph(path)
     assert refusal.value.reason == (
-        f"it has schema {json.loads(schema)!r}; this lowtide reads schema 1 to 3. "
+        f"it has schema {json.loads(schema)!r}; this lowtide reads schema 1 to 4. "
         "Write it again with this version"
     )
 

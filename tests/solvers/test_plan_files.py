@@ -286,11 +286,11 @@ def test_graphs_are_not_plans_and_plans_are_not_graphs(tmp_path: Path) -> None:
         load_graph(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("schema", [0, 4, True, "1", None])
+@pytest.mark.parametrize("schema", [0, 5, True, "1", None])
 def test_a_file_of_another_schema_is_refused_with_advice(document: Any, schema: Any, tmp_path: Path) -> None:
     refusal = refusal_of(changed(document, ("schema",), schema), tmp_path / "plan.json")
     assert refusal is not None
-    assert "this lowtide reads schema 1 to 3. Write it again with this version" in str(refusal)
+    assert "this lowtide reads schema 1 to 4. Write it again with this version" in str(refusal)
 
 
 def test_a_missing_file_and_a_place_that_cannot_be_written_are_refused(tmp_path: Path) -> None:

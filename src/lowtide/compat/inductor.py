@@ -63,7 +63,6 @@ PRIVATE = (
         "says what Inductor makes of an op of ours",
     ),
     Private("torch._inductor.config", "how code is generated"),
-    Private("torch._inductor.virtualized.V", "knows the graph that is being lowered"),
     Private(
         "torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last",
         "says what is copied to have its channels last",
@@ -352,10 +351,9 @@ def retraced(graph: fx.GraphModule, fakes: Sequence[Any]) -> fx.GraphModule:
 def _lower_ours() -> None:
     """Tell Inductor what to make of the ops that are ours. Where one of them is, a plan has set the order."""
     from torch._inductor.lowering import register_lowering
-    from torch._inductor.virtualized import V
 
     def write(x: Any) -> Any:
-        keep_order(V.graph)
+        keep_order()
         x.realize()
         return x
 

@@ -22,12 +22,13 @@ PRIVATE = (
 _SMALL = 8  # so many times as much must be read at once as is made too soon
 
 
-def keep_order(graph: Any) -> None:
-    """Have what Inductor is lowering now, `graph`, fused only as its order allows."""
-    if "_update_scheduler" in vars(graph):
-        return
+def keep_order() -> None:
+    """Have the graph that Inductor is lowering now fused only as its order allows."""
     from torch._inductor.virtualized import V
 
+    graph: Any = V.graph
+    if "_update_scheduler" in vars(graph):
+        return
     make_scheduler = graph._update_scheduler
 
     def in_order() -> None:

@@ -33,7 +33,9 @@ _EXPANDABLE = "expandable_segments:true"
 )
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@click.option("--card", metavar="SIZE", required=True, help="The memory of the card: 16GiB, 24GB, …")
+@click.option(
+    "--card", metavar="NAME|SIZE", required=True, help="The card, or its memory: rtx4090, 16GiB, 24GB, …"
+)
 @click.option("--reserve", metavar="SIZE", help="What others hold of it: a display, …")
 @click.option("--steps", metavar="N", callback=whole_number, help="End after so many steps of each part.")
 @plot_option("Draw what was held over the training (.png, .svg).")
